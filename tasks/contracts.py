@@ -25,6 +25,24 @@ class InputError(ValueError):
     """The user's input cannot be used; the message says what was wrong, got, expected and how to mend it."""
 
 
+# --- where the project is ---------------------------------------------------------------------------------------
+
+
+def project_root() -> Path:
+    """The project's own folder, also when a run works in a copy of it.
+
+    `dvc exp run --temp` and `--queue` work in .dvc/tmp/exps/<name>, `make study` in .study: what must outlive such a
+    copy (mlruns/, .downloads/) and relative paths out of the project start here, not at the working directory.
+    """
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if folder.name == ".study":
+            return folder.parent
+        if folder.parts[-3:] == (".dvc", "tmp", "exps"):
+            return folder.parents[2]
+    return here
+
+
 # --- files: written beside their place, then moved there, so that a kill never leaves half a file ----------------
 
 
@@ -52,9 +70,10 @@ def replacing_folder(path: str | Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o755)
-        if path.exists():
-            shutil.rmtree(path)
+        if path.exists():  # a folder cannot be replaced in one step: move the old one aside for that instant
+            os.rename(path, temporary.with_suffix(".old.tmp"))
         os.replace(temporary, path)
+        shutil.rmtree(temporary.with_suffix(".old.tmp"), ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -105,6 +105,7 @@ class PrepareRequests(Section):
     perplexity_tokens: PositiveInt
     questions: PositiveInt
     question_tokens: PositiveInt
+    question_mean_tokens: PositiveInt
     bos: bool
     chat_template: bool
     seed: int
