@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import typer
+from safetensors import SafetensorError
 
 from tasks.contracts import InputError
 from tasks.params import ParamsError
@@ -46,6 +47,11 @@ def run_step(main: Callable[..., None]) -> None:
             where = error.filename or "an output file"
             print(f"{name}: error: {error.strerror}: {where}; nothing that existed was replaced: "
                   "make room and run again", file=sys.stderr)  # fmt: skip
+            raise typer.Exit(1) from None
+        except SafetensorError as error:
+            if "os error" not in str(error):  # safetensors wraps what the operating system says
+                raise
+            print(f"{name}: error: {error}; nothing that existed was replaced: make room and run again", file=sys.stderr)
             raise typer.Exit(1) from None
         print(f"{name}: done in {time.monotonic() - started:.1f} s", file=sys.stderr)
 

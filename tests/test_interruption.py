@@ -1,0 +1,109 @@
+"""A full disk or a SIGKILL in any stage: the old outputs are whole, the error is clear, and the next run carries on.
+
+Children are forked from a server that has imported the steps once, so that a stage costs its work and not its imports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_run import make_workspace, small_params, stages
+
+STEPS = sorted({step for step, _ in stages(small_params())})
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([f"tasks.{step}" for step in STEPS])
+
+
+def child(folder: str, step: str, item: str | None, fate: str, log: str) -> None:
+    """Run a stage as its command does. Fate: 'live', 'full' (no file over 200 bytes) or 'killed' (at its first output)."""
+    import importlib
+
+    from tasks.console import run_step
+
+    os.chdir(folder)
+    sys.argv = [f"{step}.py", *([item] if item else [])]
+    reader, writer = os.pipe()
+    if os.fork() == 0:  # the log is copied by a process without the limit
+        os.close(writer)
+        with open(reader, "rb") as source, open(log, "wb") as target:
+            shutil.copyfileobj(source, target)
+        os._exit(0)
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    main = importlib.import_module(f"tasks.{step}").main
+    if fate == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+    if fate == "killed":
+        replace = os.replace
+
+        def replace_or_die(source, target, **options):
+            if "artifacts" in str(target) or "metrics" in str(target):
+                os.kill(os.getpid(), signal.SIGKILL)
+            replace(source, target, **options)
+
+        os.replace = replace_or_die
+    run_step(main)
+
+
+def run(folder: Path, step: str, item: str | None, fate: str, log: Path) -> tuple[int, str]:
+    process = FORKS.Process(target=child, args=(str(folder), step, item, fate, str(log)))
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None, f"{step} {item}: still running"
+    return process.exitcode, log.read_text(errors="replace") if log.exists() else ""
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """Hash of every file of artifacts/ and metrics/, timings left out."""
+    files = [path for root in ("artifacts", "metrics") for path in sorted((folder / root).rglob("*")) if path.is_file()]
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+        if path.stem != "throughput" and "artifacts/report" not in str(path)
+    }
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory, tiny_reference):
+    params = small_params(
+        prepare_reference__source="path", prepare_reference__path__folder=str(tiny_reference),
+        quantize_instances__bits=[3, 4],
+    )  # fmt: skip
+    folder = make_workspace(tmp_path_factory.mktemp("interruption"), params)
+    for step, item in stages(params):
+        code, log = run(folder, step, item, "live", folder / "log")
+        assert code == 0, log
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("step", "item"), [stage for stage in stages(small_params(quantize_instances__bits=[3, 4])) if stage[1] != "4"]
+)
+def test_a_stage_survives_a_full_disk_and_a_kill(workspace, step, item, tmp_path):
+    expected = digest(workspace)
+
+    code, log = run(workspace, step, item, "full", tmp_path / "full")
+    assert code == 1, log
+    assert "run again" in log, log
+    assert "Traceback" not in log, log
+    assert digest(workspace) == expected, "a full disk changed what existed"
+
+    code, _ = run(workspace, step, item, "killed", tmp_path / "killed")
+    assert code == -signal.SIGKILL
+
+    code, log = run(workspace, step, item, "live", tmp_path / "live")
+    assert code == 0, log
+    assert digest(workspace) == expected
+    assert not list(workspace.rglob("*.tmp")), "temporary files are left"
+    assert yaml.safe_load((workspace / "params.yaml").read_text())
