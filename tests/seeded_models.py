@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -67,17 +68,15 @@ def seeded_checkpoint(
         "initializer_range": 0.2,  # wide enough that routing and logits differ from token to token
     }
     if family == "qwen3_moe":
-        config = Qwen3MoeConfig(**{**shape, "head_dim": 16, **overrides})
-        model_class = Qwen3MoeForCausalLM
+        build = partial(Qwen3MoeForCausalLM, Qwen3MoeConfig(**{**shape, "head_dim": 16, **overrides}))
     elif family == "qwen2_moe":
         own = {"shared_expert_intermediate_size": 64, "mlp_only_layers": [0], "tie_word_embeddings": True}
-        config = Qwen2MoeConfig(**{**shape, **own, **overrides})
-        model_class = Qwen2MoeForCausalLM
+        build = partial(Qwen2MoeForCausalLM, Qwen2MoeConfig(**{**shape, **own, **overrides}))
     else:
         raise ValueError(f"family is '{family}', expected 'qwen3_moe' or 'qwen2_moe'")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config)
+        model = build()
     with torch.no_grad():
         for (
             name,
