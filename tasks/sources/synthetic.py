@@ -14,7 +14,7 @@ from typing import NamedTuple
 DOMAINS = ("arithmetic", "records", "stories", "dialogue")
 
 NAMES = ["Anna", "Ben", "Emma", "John", "Liam", "Lucy", "Maria", "Noah", "Omar", "Priya", "Sofia", "Tom"]
-THINGS = [
+THINGS = ["apples", "balloons", "books", "cards", "coins", "cookies", "marbles", "pencils", "stickers"]
     "apples",
     "balloons",
     "books",
@@ -134,7 +134,7 @@ def _story(random: Random) -> tuple[str, str]:
         + random.choice(
             [
                 f"One morning {name} walked to the {far} and met a {random.choice(MOODS)} {other}.",
-                f"Every day {name} dreamed of leaving the {home} to see the {far} and the {other} of the {far}.",
+                f"Every day {name} dreamed of seeing the {far} and its {other}.",
             ]
         )
     )
