@@ -15,17 +15,6 @@ DOMAINS = ("arithmetic", "records", "stories", "dialogue")
 
 NAMES = ["Anna", "Ben", "Emma", "John", "Liam", "Lucy", "Maria", "Noah", "Omar", "Priya", "Sofia", "Tom"]
 THINGS = ["apples", "balloons", "books", "cards", "coins", "cookies", "marbles", "pencils", "stickers"]
-    "apples",
-    "balloons",
-    "books",
-    "cards",
-    "coins",
-    "cookies",
-    "marbles",
-    "oranges",
-    "pencils",
-    "stickers",
-]
 PLACES = ["castle", "forest", "garden", "harbor", "market", "mountain", "river", "village"]
 ANIMALS = ["bear", "bird", "cat", "dog", "dragon", "fox", "horse", "mouse"]
 MOODS = ["brave", "clever", "grumpy", "kind", "lonely", "quiet", "small", "wise"]
