@@ -142,6 +142,7 @@ class Variant(Section):
     least_important_bits: Bits
     group_size: Annotated[int, Field(ge=0)]
     dispatch: Literal["round_robin", "random"]
+    seed: int
 
 
 class BuildVariants(Section):
