@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from tasks.console import track
 from tasks.contracts import InputError
 from tasks.moe.record import LayerRouting, record_routing
+from tasks.moe.tokens import real_tokens
 
 HEAD_CHUNK_VALUES = 2**24  # logits held at once by `next_token_nll`: 64 MiB in float32
 
@@ -67,7 +68,8 @@ def prefill(
             for place, row in enumerate(rows):
                 ids[place, : lengths[row]] = torch.as_tensor(sequences[row], dtype=torch.int64)
                 mask[place, : lengths[row]] = True
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            with real_tokens(mask):
+                hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             routing = None
             if recorder is not None:
                 routing = [layer.reshaped(*ids.shape) for layer in recorder.pop()]
