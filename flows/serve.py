@@ -1,0 +1,35 @@
+"""`python -m flows.serve`: the deployment `pipeline/default`, in place of a work pool, a deploy and a worker.
+
+Then, from anywhere that reaches the server:
+    prefect deployment run 'pipeline/default' --watch --param 'overrides={"quantize_instances.bits": [2, 4]}'
+"""
+
+from __future__ import annotations
+
+import sys
+
+from prefect.flows import EntrypointType
+from prefect.settings import PREFECT_API_URL
+
+from flows.pipeline import pipeline, server_answers
+
+
+def main() -> None:
+    """Serve until interrupted. Runs queue up behind one another: two must never share one workspace."""
+    if not server_answers():
+        sys.exit(
+            f"serve: error: no Prefect server answers at {PREFECT_API_URL.value()};"
+            " start one with `prefect server start --background`"
+        )
+    pipeline.serve(
+        name="default",
+        description="Every stage of dvc.yaml that DVC considers changed.",
+        limit=1,
+        global_limit=1,
+        pause_on_shutdown=False,
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+
+
+if __name__ == "__main__":
+    main()
