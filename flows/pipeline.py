@@ -58,10 +58,9 @@ def pipeline(overrides: dict[str, Any] | None = None) -> State[None]:
     futures: dict[str, PrefectFuture[Any]] = {}
     with dag.ending_children():
         for node in nodes:
-            submitted = run_stage.with_options(name=node.name.split("@")[0], task_run_name=node.name)
-            futures[node.name] = submitted.submit(
-                node.name, wait_for=[futures[name] for name in node.upstream]
-            )
+            stage: Any = run_stage.with_options(name=node.name.split("@")[0], task_run_name=node.name)
+            above = [futures[name] for name in node.upstream]
+            futures[node.name] = stage.submit(node.name, wait_for=above)
         wait(list(futures.values()))
     failed = [name for name, future in futures.items() if future.state.is_failed()]
     if failed:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from toy_dag import dvc, read_params
+from toy_dag import ADD, dvc, read_params
 
 from flows import dag
 from tasks.params import ParamsError
@@ -146,7 +146,7 @@ def test_after_kill_9_the_next_run_carries_on(toy):
     wait_for((toy / "pids.txt").exists)
     os.killpg(victim.pid, signal.SIGKILL)
     victim.wait()
-    (toy / "add.py").write_text("import pathlib; pathlib.Path('artifacts/sum.txt').write_text('1\\n')\n")
+    (toy / "add.py").write_text(ADD.replace("count + 1", "1"))
     result = dvc("repro")
     assert result.returncode == 0, result.stderr
     assert (toy / "total.txt").read_text() == "2\n3\n4\n"

@@ -1,0 +1,54 @@
+# The entry points. Every target sets up .venv first, from requirements.lock, when it or the interpreter changed.
+PYTHON ?= python3.11
+
+# Quoted wherever it is used: the project's folder may have a space in its name.
+VENV := $(CURDIR)/.venv
+BIN := $(VENV)/bin
+export PATH := $(BIN):$(PATH)
+export DO_NOT_TRACK := true
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+unexport PYTHONHOME
+unexport PYTHONPATH
+
+.PHONY: run test check plan study ui setup
+.DEFAULT_GOAL := run
+
+run: setup  ## the whole pipeline: only what changed
+	@"$(BIN)/python" -m dvc repro </dev/null
+	@"$(BIN)/python" -m flows.results
+
+test: setup  ## the test suite
+	@"$(BIN)/python" -m pytest </dev/null
+
+check: setup  ## style, types, import rules
+	"$(BIN)/ruff" format --check tasks flows tests
+	"$(BIN)/ruff" check tasks flows tests
+	"$(BIN)/basedpyright"
+	"$(BIN)/lint-imports"
+
+plan: setup  ## what `make run` would do, before it does it; MODEL=Qwen/Qwen3-30B-A3B asks about another model
+	@"$(BIN)/python" -m flows.plan $(if $(MODEL),--model '$(MODEL)')
+
+study: setup  ## the same DAG on the larger profile params.study.yaml, in its own folder .study/; at most 3 h
+	@"$(BIN)/python" -m flows.study </dev/null
+
+ui: setup  ## MLflow, to compare runs
+	@"$(BIN)/python" -m flows.ui
+
+# The stamp holds what was installed (the lock file's checksum) and with what; anything else installs again.
+# DVC refuses to work without git unless told (an unpacked archive).
+setup:
+	@[ -e .git ] || grep -qs no_scm .dvc/config.local || printf '[core]\n    no_scm = true\n' >> .dvc/config.local
+	@wanted="$$(cksum < requirements.lock) $(PYTHON)"; stamp="$(VENV)/installed"; \
+	if [ "$$(cat "$$stamp" 2>/dev/null)" = "$$wanted" ] && [ -x "$(BIN)/python" ]; then exit 0; fi; \
+	if ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' </dev/null 2>/dev/null; then \
+	  echo "make: error: '$(PYTHON)' is not Python 3.11, which requirements.lock is made for;" \
+	       "install it, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
+	case "$$(cat "$$stamp" 2>/dev/null)" in ""|*" $(PYTHON)") ;; *) rm -rf "$(VENV)" ;; esac; \
+	[ -x "$(BIN)/python" ] || { rm -rf "$(VENV)"; "$(PYTHON)" -m venv "$(VENV)" </dev/null; } || { \
+	  echo "make: error: '$(PYTHON) -m venv' failed; Debian and Ubuntu ship it as python3.11-venv" >&2; exit 1; }; \
+	rm -f "$$stamp"; \
+	echo "Installing requirements.lock into .venv: a few minutes, once"; \
+	"$(BIN)/python" -m pip install --quiet --progress-bar off -r requirements.lock </dev/null || exit 1; \
+	printf '%s\n' "$$wanted" > "$$stamp"
