@@ -1,0 +1,115 @@
+"""Fragility-weighted perplexity (FWP): a prompt's perplexity in which weakly routed tokens weigh more.
+
+    strength(t) = mean of s[l, e](t) over all layers l and the experts e that token t selected in l
+    w(t)        = 1 / strength(t),      w~(t) = w(t) / mean_t w(t)
+    FWP(r)      = exp(mean_t w~(t) NLL(t))        over the T predicted prompt tokens t of request r
+
+arXiv 2609.12550; the paper leaves the strength s open, so there are two (`STRENGTHS`). Everything is float64
+and vectorised over requests by segments: request r owns values offset[r] : offset[r + 1].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tasks.contracts import PrefillRouting, TokenScores
+
+STRENGTHS = ("gate_prob", "router_row_norm")
+ALIGNMENTS = ("token", "predictor")
+
+# Below this spread of w~ a strength is constant for all practical purposes, and FWP is the plain perplexity.
+EQUALS_PPL_STD = 1e-3
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """The predicted prompt tokens of all requests, T = prompt length - 2 of each (`prompt_tokens`)."""
+
+    offset: np.ndarray  # [R + 1] into M
+    nll: np.ndarray  # [M] nats, of the token
+    position: np.ndarray  # [M] the prefilled token whose routing weighs it, an index into PrefillRouting's T
+
+
+def prompt_tokens(scores: TokenScores, routing: PrefillRouting, align: str) -> PromptTokens:
+    """Pair every predicted prompt token with a prefilled position, whose routing gives its weight.
+
+    `align` "token": the position of the token itself; "predictor": the position before, from which it is
+    predicted. The prediction made from position 0 is left out, so a prompt of P tokens has P - 2.
+    Raises ValueError where routing and scores do not have the same prompts, or a prompt has fewer than 3
+    tokens.
+    """
+    if align not in ALIGNMENTS:
+        raise ValueError(f"align is '{align}', expected one of {ALIGNMENTS}")
+    length = np.asarray(scores.prompt_length, dtype=np.int64)
+    if not np.array_equal(np.diff(routing.offset.astype(np.int64)), length):
+        raise ValueError("the routing and the scores are not of the same prompts: their lengths differ")
+    if (length < 3).any():
+        raise ValueError(f"a prompt of {length.min()} tokens has no scored prediction; at least 3 are needed")
+    count = length - 2
+    offset = np.concatenate([[0], np.cumsum(count)])
+    step = np.arange(offset[-1]) - np.repeat(offset[:-1], count)  # 0 .. T - 1 within each request
+    prediction = np.repeat(scores.offset[:-1].astype(np.int64) + 1, count) + step
+    first = 2 if align == "token" else 1
+    position = np.repeat(routing.offset[:-1].astype(np.int64) + first, count) + step
+    return PromptTokens(offset, scores.nll[prediction].astype(np.float64), position)
+
+
+def token_strength(routing: PrefillRouting, name: str) -> np.ndarray:
+    """Routing strength of every prefilled token [T], the mean over layers and selected experts.
+
+    `gate_prob`: softmax over all experts before any renormalisation over the selected ones (after it, models
+    with norm_topk_prob have mean exactly 1/k and FWP is PPL). `router_row_norm`: the norm of the selected
+    expert's router row over its layer's mean norm.
+    """
+    if name == "gate_prob":
+        chosen = routing.gate_prob.astype(np.float64)
+    elif name == "router_row_norm":
+        layer = np.arange(routing.index.shape[1])[None, :, None]
+        chosen = routing.router_row_norm.astype(np.float64)[layer, routing.index]
+    else:
+        raise ValueError(f"strength is '{name}', expected one of {STRENGTHS}")
+    return chosen.mean(axis=(1, 2))
+
+
+def segment_mean(values: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Mean of `values` [M] over each segment [R]; raises ValueError on an empty segment."""
+    count = np.diff(offset)
+    if (count < 1).any():
+        raise ValueError(f"segment {int(np.argmin(count))} is empty")
+    return np.add.reduceat(np.asarray(values, dtype=np.float64), offset[:-1]) / count
+
+
+def token_weights(strength: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """w~ [M]: the inverse of `strength` [M], scaled to mean 1 within each request."""
+    strength = np.asarray(strength, dtype=np.float64)
+    if not (strength > 0).all() or not np.isfinite(strength).all():
+        raise ValueError("a routing strength is not a positive finite number")
+    weight = 1.0 / strength
+    return weight / np.repeat(segment_mean(weight, offset), np.diff(offset))
+
+
+def log_fwp(nll: np.ndarray, strength: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """log FWP [R] of the losses `nll` [M] in nats and the strengths [M] of the tokens that weigh them."""
+    return segment_mean(token_weights(strength, offset) * np.asarray(nll, dtype=np.float64), offset)
+
+
+def fwp(nll: np.ndarray, strength: np.ndarray) -> float:
+    """FWP of one request: `nll` [T] nats and `strength` [T] > 0."""
+    return float(np.exp(log_fwp(nll, strength, np.array([0, len(nll)]))[0]))
+
+
+def strength_report(tokens: PromptTokens, strength: np.ndarray) -> dict[str, float | bool]:
+    """How far FWP under `strength` [T] is from plain perplexity on these prompts.
+
+    std_weight: standard deviation of w~ over all tokens; correlation_log_ppl: Pearson correlation of log FWP
+    with log PPL over requests (absent where either is constant); equals_ppl: std_weight < 1e-3.
+    """
+    chosen = strength[tokens.position]
+    std = float(token_weights(chosen, tokens.offset).std())
+    report: dict[str, float | bool] = {"std_weight": std, "equals_ppl": std < EQUALS_PPL_STD}
+    weighted, plain = log_fwp(tokens.nll, chosen, tokens.offset), segment_mean(tokens.nll, tokens.offset)
+    if min(weighted.std(), plain.std()) > 0:
+        report["correlation_log_ppl"] = float(np.corrcoef(weighted, plain)[0, 1])
+    return report
