@@ -1,0 +1,271 @@
+"""What a run costs, from the parameters alone: forward tokens per stage, bytes on disk, peak memory, seconds.
+
+Tokens are upper bounds that the steps keep. Bytes follow from the model's shape. Seconds are estimates:
+forward work divided by the machine's measured speed, plus fixed parts measured once (constants below).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.contracts import InputError
+from tasks.params import Params, PrepareReference, Variant
+
+SIDE_BITS = 32  # a scale and a zero point of 16 bits each per group
+WARM_UP = 1  # throughput passes before those that count
+
+# Tokens of one question of the paper's benchmarks with all its choices, zero-shot, by the default model's
+# tokenizer: means over the files in ../shared/data, rounded up. A one-letter choice costs no pass of its own.
+QUESTION_TOKENS = {
+    "mmlu": 140,
+    "gsm8k": 400,
+    "truthfulqa": 420,
+    "piqa": 110,
+    "winogrande": 70,
+    "hellaswag": 420,
+}
+
+
+# --- forward tokens -----------------------------------------------------------------------------------------
+
+
+def forward_tokens(params: Params) -> dict[str, int]:
+    """Tokens that each stage (DVC's name) passes through a model, at most; stages without any are absent."""
+    requests = params.prepare_requests
+    tokens: dict[str, int] = {}
+    if params.prepare_reference.source == "smollm2-moe":
+        tokens["prepare_reference"] = params.prepare_reference.smollm2_moe.upcycling_tokens
+    tokens["measure_experts"] = requests.calibration_tokens
+    for name in params.build_variants.variants:
+        tokens[f"build_variants@{name}"] = requests.calibration_tokens
+    scored = requests.count * requests.mean_tokens
+    tokens["score_reference"] = scored
+    for bits in params.quantize_instances.bits:
+        tokens[f"score_requests@{bits}"] = scored
+    throughput = params.measure_throughput
+    passes = throughput.repeats + WARM_UP
+    models = 1 + len(params.quantize_instances.bits)
+    tokens["measure_throughput"] = passes * models * (throughput.prefill_tokens + throughput.decode_tokens)
+    evaluated = evaluation_tokens(params)
+    tokens["evaluate_reference"] = evaluated
+    for bits in params.quantize_instances.bits:
+        tokens[f"evaluate_instances@{bits}"] = evaluated
+    for name in params.build_variants.variants:
+        tokens[f"evaluate_variants@{name}"] = evaluated
+    return tokens
+
+
+def evaluation_tokens(params: Params) -> int:
+    """Forward tokens of one evaluated model: its questions, and the held-out text."""
+    requests = params.prepare_requests
+    total = requests.perplexity_tokens
+    for task in params.evaluate_benchmarks.tasks:
+        limit = params.evaluate_benchmarks.limit.get(task)
+        if task == "mmlu_packaged":
+            kept = min(requests.questions, limit or requests.questions)
+            total += kept * requests.question_mean_tokens
+        elif limit is not None:
+            total += limit * QUESTION_TOKENS.get(task, max(QUESTION_TOKENS.values()))
+    return total
+
+
+# --- the model's shape --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only Mixture of Experts with gated MLPs; everything else is derived from them."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    moe_layers: int
+    experts: int  # per MoE layer
+    top_k: int
+    expert_width: int
+    shared_width: int = 0  # of the shared expert of each MoE layer; 0: none
+    dense_width: int = 0  # of the MLP of the other layers
+    tied: bool = False  # lm_head is the embedding
+    head_norm: bool = False  # a norm of width head_dim on queries and keys
+
+    @property
+    def expert_parameters(self) -> int:
+        return self.moe_layers * self.experts * 3 * self.hidden * self.expert_width
+
+    @property
+    def rest_parameters(self) -> int:
+        """Everything but the routed experts."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.key_value_heads)
+        norms = 2 * self.hidden + (2 * self.head_dim if self.head_norm else 0)
+        shared = 3 * self.hidden * self.shared_width + (self.hidden if self.shared_width else 0)
+        return (
+            self.vocabulary * self.hidden * (1 if self.tied else 2)
+            + self.hidden  # the final norm
+            + self.layers * (attention + norms)
+            + self.moe_layers * (self.hidden * self.experts + shared)
+            + (self.layers - self.moe_layers) * 3 * self.hidden * self.dense_width
+        )
+
+    @property
+    def parameters(self) -> int:
+        return self.expert_parameters + self.rest_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is multiplied with, lm_head included, the embedding's look-up not."""
+        lookup = 0 if self.tied else self.vocabulary * self.hidden
+        return self.rest_parameters - lookup + self.expert_parameters * self.top_k // self.experts
+
+    def size_bytes(self, bits: int, group_size: int = 64, rest_bits: int = 16) -> float:
+        """Bytes with routed experts ideally packed at `bits` in groups; 16 bits or more: no groups."""
+        group = group_size or self.hidden
+        expert_bits = bits + SIDE_BITS / group if bits < 16 else bits
+        return (self.expert_parameters * expert_bits + self.rest_parameters * rest_bits) / 8
+
+
+QWEN3_30B_A3B = ModelShape(
+    vocabulary=151_936, hidden=2048, layers=48, heads=32, key_value_heads=4, head_dim=128,
+    moe_layers=48, experts=128, top_k=8, expert_width=768, head_norm=True,
+)  # fmt: skip
+PUBLISHED = {"Qwen/Qwen3-30B-A3B": QWEN3_30B_A3B}
+
+# The `tiny` source; a test compares it with the model that the source builds.
+TINY = ModelShape(
+    vocabulary=1024, hidden=64, layers=2, heads=2, key_value_heads=1, head_dim=32,
+    moe_layers=2, experts=8, top_k=2, expert_width=32, tied=True, head_norm=True,
+)  # fmt: skip
+
+
+def reference_shape(params: PrepareReference) -> ModelShape:
+    """The shape of the reference that the parameters describe, where they are enough to know it.
+
+    Raises InputError for a hub model that is not in PUBLISHED, and for a local folder.
+    """
+    if params.source == "tiny":
+        return TINY
+    if params.source == "smollm2-moe":
+        moe = params.smollm2_moe
+        # SmolLM2-135M: 30 layers, FFN 1536, of which `shared_neurons` stay together and the rest is split.
+        return ModelShape(
+            vocabulary=49_152, hidden=576, layers=30, heads=9, key_value_heads=3, head_dim=64,
+            moe_layers=15 if moe.moe_layers == "odd" else 30, experts=moe.experts, top_k=moe.top_k,
+            expert_width=(1536 - moe.shared_neurons) // moe.experts, shared_width=moe.shared_neurons,
+            dense_width=1536, tied=True,
+        )  # fmt: skip
+    if params.source == "hub" and params.hub.id in PUBLISHED:
+        return PUBLISHED[params.hub.id]
+    name = params.hub.id if params.source == "hub" else params.path.folder
+    raise InputError(
+        f"the shape of '{name}' is in its config.json: give the folder that holds it with --model"
+    )
+
+
+def shape_from_config(config: Mapping[str, Any], origin: str) -> ModelShape:
+    """The shape of a transformers `config.json`; `origin` names the file in errors.
+
+    Raises InputError when a key is missing: no experts means no Mixture of Experts.
+    """
+
+    def first(*keys: str, default: int | None = None) -> int:
+        value = next((config[key] for key in keys if config.get(key) is not None), default)
+        if value is None:
+            raise InputError(
+                f"{origin}: none of the keys {', '.join(keys)}; expected the config.json of an MoE model"
+            )
+        return int(value)
+
+    hidden, layers, heads = first("hidden_size"), first("num_hidden_layers"), first("num_attention_heads")
+    experts = first("num_experts", "num_local_experts", "n_routed_experts")
+    step = first("decoder_sparse_step", default=1)
+    dense = {*(config.get("mlp_only_layers") or []), *range(first("first_k_dense_replace", default=0))}
+    width = first("moe_intermediate_size", "intermediate_size")
+    return ModelShape(
+        vocabulary=first("vocab_size"),
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        key_value_heads=first("num_key_value_heads", default=heads),
+        head_dim=first("head_dim", default=hidden // heads),
+        moe_layers=sum((layer + 1) % step == 0 and layer not in dense for layer in range(layers)),
+        experts=experts,
+        top_k=first("num_experts_per_tok", "num_experts_per_token"),
+        expert_width=width,
+        shared_width=first(
+            "shared_expert_intermediate_size", default=width * first("n_shared_experts", default=0)
+        ),
+        dense_width=first("intermediate_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        head_norm="qwen3" in str(config.get("model_type")),
+    )
+
+
+# --- stages -------------------------------------------------------------------------------------------------
+
+# Measured on 2 cores of a cloud machine with the default model. A prefill reaches this share of the speed of
+# a large float32 matrix product, as small experts and attention do not fill the cores.
+FORWARD_EFFICIENCY = 0.5
+START_SECONDS = 8.0  # interpreter, torch and transformers, reading a small checkpoint, DVC's hashing
+UPCYCLING_SECONDS_PER_TOKEN = 0.011  # partition, router and ridge refits, without the forwards
+HQQ_WEIGHTS_PER_SECOND = 4e6  # of one core
+RTN_WEIGHTS_PER_SECOND = 1e8
+FIXED_SECONDS = {"prepare_requests": 20.0, "calibrate_fwp": 30.0, "solve_routing": 15.0, "track_runs": 30.0}
+INTERPRETER_BYTES = 0.8e9  # torch, transformers and lm-eval loaded, no model
+
+
+@dataclass(frozen=True)
+class StageCost:
+    tokens: int
+    seconds: float
+    memory_bytes: float  # peak of the stage's process
+    disk_bytes: float  # of its outputs
+
+
+def stage_cost(name: str, params: Params, shape: ModelShape, gflops: float) -> StageCost:
+    """Cost of stage `name` (DVC's name) where matrix products reach `gflops`, 10^9 operations a second."""
+    step, _, item = name.partition("@")
+    tokens = forward_tokens(params).get(name, 0)
+    forward = 2.0 * shape.active_parameters * tokens / (gflops * 1e9 * FORWARD_EFFICIENCY)
+    value_bytes = 2 if params.score_requests.compute_dtype == "bfloat16" else 4
+    model_bytes = value_bytes * shape.parameters
+    positions = params.prepare_requests.count * params.prepare_requests.mean_tokens
+    hidden_bytes = 4.0 * positions * shape.hidden
+    logits_bytes = 4.0 * params.runtime.batch_tokens * shape.vocabulary
+    seconds, memory, disk = forward + FIXED_SECONDS.get(step, START_SECONDS), model_bytes, 0.0
+    if step == "prepare_reference":
+        if params.prepare_reference.source == "smollm2-moe":
+            seconds += UPCYCLING_SECONDS_PER_TOKEN * tokens
+        # Upcycling holds the dense weights beside the new ones; a ready checkpoint is copied file by file.
+        memory = 2 * model_bytes if params.prepare_reference.source == "smollm2-moe" else 0.0
+        disk = shape.size_bytes(16)
+    elif step == "quantize_instances":
+        rate = HQQ_WEIGHTS_PER_SECOND if params.quantize_instances.method == "hqq" else RTN_WEIGHTS_PER_SECOND
+        seconds += shape.expert_parameters / rate
+        disk = shape.size_bytes(int(item), params.quantize_instances.group_size)
+        memory = 16.0 * shape.expert_parameters / max(shape.moe_layers, 1)  # one layer's matrices, in float32
+    elif step == "build_variants":
+        # The least important experts pay for the replicas: the bytes of before bound those of after.
+        disk = shape.size_bytes(16)
+        memory = model_bytes * _physical_share(params.build_variants.variants[item], shape)
+    elif step in ("score_reference", "score_requests"):
+        memory = model_bytes + hidden_bytes + logits_bytes
+        routing = (
+            10.0 * shape.moe_layers * shape.top_k * positions
+        )  # index, weight and gate_prob of each pick
+        disk = 16.0 * positions + routing + (hidden_bytes if step == "score_reference" else 0.0)
+    elif step in ("evaluate_reference", "evaluate_instances", "evaluate_variants"):
+        memory = model_bytes + 2 * logits_bytes
+    elif step == "measure_throughput":
+        memory = model_bytes * (1 + len(params.quantize_instances.bits))  # interleaved: all are resident
+    elif step in FIXED_SECONDS:
+        memory = 0.0
+        disk = 5e6
+    return StageCost(tokens, seconds, memory + INTERPRETER_BYTES, disk)
+
+
+def _physical_share(variant: Variant, shape: ModelShape) -> float:
+    return 1 + variant.replicas / shape.experts
