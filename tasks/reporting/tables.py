@@ -1,7 +1,7 @@
-"""Result tables: metrics/ -> rows, for the terminal, README, the report and MLflow. json only, so importing is cheap.
+"""Result tables: metrics/ -> rows, for the terminal, README, the report and MLflow. Imports json only: cheap.
 
-A row maps a column's name to a value; None means that the column does not apply to the row. Names of models and
-policies are the first column; the others hold numbers, booleans or words.
+A row maps a column's name to a value; None means that the column does not apply to the row. The first column
+names the model or policy; the others hold numbers, booleans or words.
 """
 
 from __future__ import annotations
@@ -9,28 +9,59 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, str | float | bool | None]
 
 
-def read_metrics(folder: str | Path) -> dict[str, Any]:
-    """Read metrics/*.json and metrics/*/*.json, nested by path: {"reference": {...}, "instances": {"W3": {...}}}.
+def read_metrics(folder: str | Path, models: Collection[str] | None = None) -> dict[str, Any]:
+    """Read metrics/*.json and metrics/*/*.json, nested by path: {"reference": {}, "instances": {"W3": {}}}.
 
-    A missing file is an absent key.
+    With `models` (Params.model_names) a file of a fan-out folder counts only when params.yaml still lists its
+    model: DVC leaves the outputs of removed items behind. A missing file is an absent key.
     """
     folder = Path(folder)
     metrics: dict[str, Any] = {}
     for path in sorted(folder.rglob("*.json")):
-        if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue  # a killed step's temporary file
+        parts = path.relative_to(folder).parts
+        stale = models is not None and len(parts) > 1 and path.stem not in models
+        if stale or any(part.startswith(".") for part in parts):  # a dot: a killed step's temporary file
+            continue
         place = metrics
-        for part in path.relative_to(folder).parts[:-1]:
+        for part in parts[:-1]:
             place = place.setdefault(part, {})
         place[path.stem] = json.loads(path.read_text(encoding="utf-8"))
     return metrics
+
+
+def step_versions(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """VERSION of every step that left metrics, by step name."""
+    steps = {
+        "reference": "prepare_reference", "requests": "prepare_requests", "instances": "quantize_instances",
+        "experts": "measure_experts", "variants": "build_variants", "scores": "score_requests",
+        "fwp": "calibrate_fwp", "routing": "solve_routing", "throughput": "measure_throughput",
+        "benchmarks": "evaluate_benchmarks",
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for key, step in steps.items():
+        values = metrics.get(key, {})
+        for part in (values, *values.values()):
+            if isinstance(part, Mapping) and isinstance(part.get("version"), int):
+                found[step] = part["version"]
+    return found
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as {dotted key: leaf}; lists are leaves, as JSON text."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
+    return flat
 
 
 def instance_names(metrics: Mapping[str, Any]) -> list[str]:
@@ -67,7 +98,7 @@ def model_row(metrics: Mapping[str, Any], name: str, column: str) -> Row:
 
 
 def variant_rows(metrics: Mapping[str, Any]) -> list[Row]:
-    """Every replicate-and-quantize build: bytes, LIS before and after, NLL and accuracy beside the reference's."""
+    """Every replicate-and-quantize build: bytes, LIS before and after, damage, accuracy."""
     rows: list[Row] = []
     for name, variant in sorted(metrics.get("variants", {}).items()):
         bench = benchmark(metrics, name)
@@ -97,20 +128,26 @@ def policy_rows(metrics: Mapping[str, Any]) -> list[Row]:
     rows: list[Row] = []
     for name, policy in sorted(policies.items(), key=lambda item: (item[1].get("multiplier", 0.0), item[0])):
         row: Row = {
-            "policy": name.replace("_", " "),
+            "policy": words(name),
             "multiplier": policy.get("multiplier"),
             "fixed-work multiplier": policy.get("multiplier_fixed_work"),
             "ΔNLL": policy.get("dnll_mean"),
             "KL": policy.get("kl_mean"),
             "budget kept": policy.get("budget_kept"),
+            "kept in ΔNLL": policy.get("budget_kept_dnll"),
         }
         row |= {f"share {instance}": policy.get("shares", {}).get(instance) for instance in instances}
         rows.append(row)
     return rows
 
 
+def overall_budget(routing: Mapping[str, Any]) -> float | None:
+    """The one tau that all classes share, or None where each class has its own."""
+    return routing["budget"]["tau"].get("overall")
+
+
 def benchmark(metrics: Mapping[str, Any], name: str) -> dict[str, float | None]:
-    """Accuracy, its standard error and its paired difference to the reference, averaged over the multiple-choice tasks."""
+    """Accuracy, standard error, paired difference to the reference: means over multiple-choice tasks."""
     found = _at(metrics, "benchmarks", name)
     tasks = [task for task in found.get("tasks", {}).values() if "accuracy" in task]
     errors = [task["stderr"] for task in tasks if "stderr" in task]
@@ -137,21 +174,32 @@ def difference(after: float | None, before: float | None) -> float | None:
     return None if after is None or before is None else after - before
 
 
-# --- cells ----------------------------------------------------------------------------------------------------------
+def words(name: str) -> str:
+    """A key as words: `isotonic_ppl` -> `isotonic PPL`."""
+    shown = {"ppl": "PPL", "fwp": "FWP", "lp": "LP", "nll": "NLL", "dnll": "ΔNLL", "kl": "KL"}
+    return " ".join(shown.get(word, word) for word in name.split("_"))
+
+
+# --- cells --------------------------------------------------------------------------------------------------
 
 _FORMATS: tuple[tuple[str, Callable[[float], str]], ...] = (  # first match on the column's name
+    (r"smallest visible", lambda value: f"{100 * value:.1f} pt"),
+    (r"accuracy change$", lambda value: f"{100 * value:+.1f} pt"),
     (r"change$", lambda value: f"{100 * value:+.1f} %"),
     (r"^share |^accuracy$|s\.e\.$", lambda value: f"{100 * value:.1f} %"),
     (r"GiB", lambda value: f"{value:.3f}" if value < 10 else f"{value:.2f}"),
     (r"tok/s", lambda value: f"{value:.0f}" if value >= 100 else f"{value:.1f}"),
-    (r"NLL|KL|AUROC|Spearman|R²|slope|multiplier|LIS|price|budget", lambda value: f"{value:.3f}"),
+    (
+        r"NLL|KL|paper|ours|measured|log-prob|^p$|std|correlation|multiplier|LIS",
+        lambda value: f"{value:.3f}",
+    ),
     (r"bits", lambda value: f"{value:.2f}"),
     (r"", lambda value: f"{value:g}"),
 )
 
 
 def cell(column: str, value: str | float | bool | None) -> str:
-    """A value as text: three decimals for losses and ratios, per cent for shares, `–` for what does not apply."""
+    """A value as text: three decimals for losses, per cent for shares, `–` where it does not apply."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -159,7 +207,7 @@ def cell(column: str, value: str | float | bool | None) -> str:
     if isinstance(value, str):
         return value
     text = next(form(value) for pattern, form in _FORMATS if re.search(pattern, column))
-    return text.replace("-", "−") if re.fullmatch(r"-[\d.]+( %)?", text) else text
+    return text.replace("-", "−") if re.fullmatch(r"-[\d.]+( %| pt)?", text) else text
 
 
 def markdown(rows: list[Row]) -> str:

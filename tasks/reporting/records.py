@@ -1,0 +1,177 @@
+"""Flat MLflow runs out of metrics/: one per reference, instance, variant and policy, with the same keys."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tasks.reporting.tables import benchmark, difference, instance_names
+
+# The keys that every kind of run shares, so that MLflow can put all of them into one chart. What does not
+# apply is absent, never 0. dnll_mean and kl_mean: nats per token (the tag damage.tokens says which). Other
+# keys have a slash: MLflow's charts group by what stands before it, so these nine come first, by themselves.
+NINE_KEYS = (
+    "size_gib", "stored_bits", "dnll_mean", "kl_mean", "accuracy", "lis_mean", "multiplier", "budget_kept",
+    "tokens_per_s",
+)  # fmt: skip
+
+
+@dataclass
+class Record:
+    """One run: metrics by key, curves by key as {step: value}, tags."""
+
+    kind: str  # reference | instance | variant | policy
+    name: str
+    metrics: dict[str, float | None]
+    curves: dict[str, dict[int, float]] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+
+    def points(self) -> list[tuple[str, float, int]]:
+        """Every metric and curve as (key, value, step)."""
+        single = [(key, value, 0) for key, value in self.metrics.items() if value is not None]
+        curves = [(key, value, step) for key, curve in self.curves.items() for step, value in curve.items()]
+        return single + curves
+
+
+def records(metrics: Mapping[str, Any]) -> list[Record]:
+    """Every run that the metrics describe."""
+    listed = [*_models(metrics), *_variants(metrics), *_policies(metrics)]
+    return [_checked(record) for record in listed]
+
+
+def _models(metrics: Mapping[str, Any]) -> Iterator[Record]:
+    if "reference" in metrics:
+        yield _model(metrics, "reference", "reference", metrics["reference"])
+    for name in instance_names(metrics):
+        yield _model(metrics, "instance", name, metrics["instances"][name])
+
+
+def _model(metrics: Mapping[str, Any], kind: str, name: str, size: Mapping[str, Any]) -> Record:
+    scores = metrics.get("scores", {}).get(name, {})
+    holdout = scores.get("holdout", {})
+    record = Record(kind, name, {
+        "size_gib": size.get("size_gib"), "stored_bits": size.get("stored_bits"),
+        "dnll_mean": holdout.get("dnll_mean"), "kl_mean": holdout.get("kl_mean"),
+        "weights/relative_error": size.get("relative_error"),
+        **_classes(holdout), **_fwp(metrics, name), **_bench(metrics, name), **_speed(metrics, name),
+    }, tags={"damage.tokens": "responses of holdout requests"})  # fmt: skip
+    if kind == "reference" and "experts" in metrics:
+        experts = metrics["experts"]
+        record.metrics["lis/calibration_mean"] = experts["lis_mean"]
+        record.curves["layers/lis_calibration"] = dict(zip(experts["layers"], experts["lis"], strict=True))
+    _bench_curve(metrics, record)
+    return record
+
+
+def _variants(metrics: Mapping[str, Any]) -> Iterator[Record]:
+    for name, variant in sorted(metrics.get("variants", {}).items()):
+        record = Record("variant", name, {
+            "size_gib": variant.get("size_gib"), "stored_bits": variant.get("stored_bits"),
+            "dnll_mean": difference(variant.get("nll"), variant.get("nll_reference")),
+            "variant/nll": variant.get("nll"), "lis/calibration_mean": variant.get("lis_mean"),
+            "lis/calibration_mean_before": variant.get("lis_mean_before"),
+            **_bench(metrics, name), **_speed(metrics, name),
+        }, tags={"damage.tokens": "the variant's own NLL tokens, not requests"})  # fmt: skip
+        for key, values in {
+            "layers/lis_calibration": "lis_logical",
+            "layers/lis_physical": "lis_physical",
+        }.items():
+            if values in variant:
+                record.curves[key] = dict(zip(variant["layers"], variant[values], strict=True))
+        if "load_after" in variant:
+            record.curves["layers/busiest_share"] = {
+                layer: max(load) / max(sum(load), 1)
+                for layer, load in zip(variant["layers"], variant["load_after"], strict=True)
+            }
+        _bench_curve(metrics, record)
+        yield record
+
+
+def _policies(metrics: Mapping[str, Any]) -> Iterator[Record]:
+    routing = metrics.get("routing", {})
+    sizes = {name: found.get("size_gib") for name, found in metrics.get("instances", {}).items()}
+    scorer = metrics.get("fwp", {}).get("scorer")
+    for name, policy in sorted(routing.get("policies", {}).items()):
+        shares = policy.get("shares", {})
+        resident = {instance for instance, share in shares.items() if share > 0}
+        if policy.get("predicted") and scorer in sizes:
+            resident.add(scorer)  # it prefills every prompt
+        pool = [sizes[instance] for instance in sorted(resident) if sizes.get(instance) is not None]
+        yield Record("policy", name, {
+            "size_gib": sum(pool) if len(pool) == len(resident) else None,
+            "dnll_mean": policy.get("dnll_mean"), "kl_mean": policy.get("kl_mean"),
+            "multiplier": policy.get("multiplier"),
+            "routing/multiplier_fixed_work": policy.get("multiplier_fixed_work"),
+            "budget_kept": None if policy.get("budget_kept") is None else float(policy["budget_kept"]),
+            **_classes(policy), **{_key(f"share/{instance}"): share for instance, share in shares.items()},
+        }, tags={"damage.tokens": "responses of holdout requests", "resident": " ".join(sorted(resident)),
+                 "reward": str(routing.get("reward", ""))})  # fmt: skip
+
+
+def _classes(values: Mapping[str, Any]) -> dict[str, float | None]:
+    return {
+        _key(f"{kind}_by_class/{label}"): found.get(f"{kind}_mean")
+        for label, found in sorted(values.get("classes", {}).items())
+        for kind in ("dnll", "kl")
+    }
+
+
+def _fwp(metrics: Mapping[str, Any], name: str) -> dict[str, float | None]:
+    """Holdout figures of the predictor in use, as keys fwp/<figure>."""
+    fwp = metrics.get("fwp", {})
+    found = fwp.get("holdout", {}).get(name, {}).get("predictors", {}).get(fwp.get("predictor", ""), {})
+    return {_key(f"fwp/{figure}"): value for figure, value in found.items()}
+
+
+def _bench(metrics: Mapping[str, Any], name: str) -> dict[str, float | None]:
+    bench = benchmark(metrics, name)
+    tasks = metrics.get("benchmarks", {}).get(name, {}).get("tasks", {})
+    each = {
+        _key(f"benchmark/{task}.{figure}"): value
+        for task, found in sorted(tasks.items())
+        for figure, value in sorted(found.items())
+        if isinstance(value, int | float)
+    }
+    named = {"accuracy": "accuracy", "benchmark/accuracy_stderr": "stderr", "lis_mean": "lis_mean"}
+    return {key: bench[figure] for key, figure in named.items()} | each
+
+
+def _bench_curve(metrics: Mapping[str, Any], record: Record) -> None:
+    """LIS per MoE layer while the benchmarks ran; steps are positions among the MoE layers."""
+    if lis := metrics.get("benchmarks", {}).get(record.name, {}).get("lis"):
+        record.curves["layers/lis"] = dict(enumerate(lis))
+    if record.metrics.get("lis_mean") is not None:
+        record.tags["lis_mean.tokens"] = "benchmarks"
+
+
+def _speed(metrics: Mapping[str, Any], name: str) -> dict[str, float | None]:
+    """tokens_per_s is the decode median: the phase that a served request spends its time in."""
+    found = metrics.get("throughput", {}).get(name, {})
+    decode, prefill = found.get("decode_tokens_per_s", {}), found.get("prefill_tokens_per_s", {})
+    return {"tokens_per_s": decode.get("median"), "speed/prefill_tokens_per_s": prefill.get("median")}
+
+
+def _checked(record: Record) -> Record:
+    """Drop what is absent; drop what is not finite, and name it in a tag (MLflow would store 1.8e308)."""
+    present = {key: float(value) for key, value in record.metrics.items() if value is not None}
+    finite_values = {key: value for key, value in present.items() if math.isfinite(value)}
+    record.metrics = {**finite_values}
+    bad = sorted(present.keys() - finite_values.keys())
+    for key, curve in record.curves.items():
+        finite = {step: float(value) for step, value in curve.items() if math.isfinite(value)}
+        if len(finite) < len(curve):
+            bad.append(key)
+        record.curves[key] = finite
+    if bad:
+        record.tags["non_finite"] = " ".join(bad)
+    if "tokens_per_s" in record.metrics:
+        record.tags["tokens_per_s.phase"] = "decode"
+    return record
+
+
+def _key(text: str) -> str:
+    """A metric key as MLflow allows it: letters, digits, and _ - . / only."""
+    return re.sub(r"[^\w./-]", "_", text, flags=re.ASCII)
