@@ -1,15 +1,29 @@
-"""Load a reference, an instance or a variant folder as a transformers model in eval mode."""
+"""Load a reference, an instance or a variant folder as a transformers model in eval mode.
+
+A folder is recognised by its sidecar: manifest.json in an instance, plan.json in a variant, neither in a
+reference. Packed experts are dequantized layer by layer into the model.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tasks.contracts import InputError
+from tasks.contracts import InputError, ReplicationPlan
 from tasks.moe.fused import EXPERTS_IMPLEMENTATION
+from tasks.moe.instance import load_instance
+from tasks.moe.registry import family_of, moe_layers
+from tasks.moe.replicas import check_plan, install_physical_experts
+from tasks.moe.tensors import check_keys
+from tasks.quant.formats import MANIFEST_FILE, SUFFIXES, read_packed
+
+PLAN_FILE = "plan.json"
+PHYSICAL_FILE = "physical.safetensors"
 
 
 def load_model(
@@ -18,24 +32,24 @@ def load_model(
     reference: str | Path | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load `folder` in eval mode, its experts dequantized to `dtype`.
+    """Load `folder` in eval mode, all its weights in `dtype`.
 
-    Raises InputError for a folder without a checkpoint and for any missing or unexpected key.
+    A variant needs `reference`, the folder that holds everything it did not quantize. Raises InputError for a
+    folder without a checkpoint, for any missing or unexpected key, and for a variant without its reference.
     """
     folder = Path(folder)
+    transformers_logging.disable_progress_bar()
+    if (folder / PLAN_FILE).is_file():
+        if reference is None:
+            raise InputError(f"{folder} is a variant: give the reference folder that holds its other weights")
+        model = load_model(reference, dtype, None, trust_remote_code)
+        load_variant(model, folder)
+        return model
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: no config.json there: expected a checkpoint folder")
-    return _load_reference(folder, dtype, trust_remote_code)
-
-
-def load_tokenizer(folder: str | Path, trust_remote_code: bool = False):
-    """The tokenizer beside a checkpoint."""
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-
-
-def _load_reference(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()
-    model, info = AutoModelForCausalLM.from_pretrained(
+    if (folder / MANIFEST_FILE).is_file():
+        return load_instance(folder, dtype, trust_remote_code)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         experts_implementation=EXPERTS_IMPLEMENTATION,
@@ -43,19 +57,49 @@ def _load_reference(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -
         local_files_only=True,
         output_loading_info=True,
     )
+    model, info = loaded
     check_keys(folder, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     return model.eval()
 
 
-def check_keys(folder: Path, missing, unexpected, mismatched=()) -> None:
-    """Raise InputError naming the first keys when a checkpoint and its model do not match exactly."""
-    faults = [
-        f"{len(keys)} {kind} ({', '.join(sorted(map(str, keys))[:3])}{', ...' if len(keys) > 3 else ''})"
-        for kind, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
-        if keys
-    ]
-    if faults:
+def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer beside a checkpoint."""
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+
+
+def skeleton(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of a folder's config.json without memory for weights, to see its modules and shapes."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def load_variant(model: PreTrainedModel, folder: Path) -> None:
+    """Turn `model`, a loaded reference, into the variant in `folder`; its packed experts are keyed by
+    physical number.
+
+    Raises InputError for a plan made for another model, and for any missing or unexpected packed tensor.
+    """
+    plan = ReplicationPlan.load_from(folder / PLAN_FILE)
+    check_plan(model, plan, str(folder / PLAN_FILE))
+    family = family_of(model.config)
+    weights: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
+    expected: set[str] = set()
+    with safe_open(folder / PHYSICAL_FILE, "pt") as source:
+        stored = set(source.keys())
+        for position, (layer, own) in enumerate(zip(moe_layers(model), plan.layers, strict=True)):
+            weights[position] = {}
+            for physical, bits in enumerate(own.bits):
+                if bits:
+                    keys = {matrix: family.key(layer.layer, physical, matrix) for matrix in layer.matrices()}
+                    weights[position][physical] = {
+                        matrix: read_packed(source, [key], bits).dequantize()[0]
+                        for matrix, key in keys.items()
+                    }
+                    expected |= {f"{key}.{suffix}" for key in keys.values() for suffix in SUFFIXES}
+    if stored - expected:
         raise InputError(
-            f"{folder}: the checkpoint does not fit its config.json: keys {'; '.join(faults)}; "
-            "expected every key exactly once"
+            f"{folder / PHYSICAL_FILE}: {len(stored - expected)} tensors that the plan does not name, "
+            f"first {min(stored - expected)}"
         )
+    install_physical_experts(model, plan, weights)

@@ -1,4 +1,5 @@
-"""transformers' fused experts: one 3-D parameter per projection, its layout told by flags on the experts module.
+"""transformers' fused experts: one 3-D parameter per projection, its layout told by flags on the experts
+module.
 
 The flags are set by `transformers.integrations.moe.use_experts_implementation`: `has_gate`, `has_bias`,
 `is_transposed`, `is_concatenated` (else gate and up rows are interleaved) and `has_post_expert_norm`.
@@ -6,13 +7,15 @@ The flags are set by `transformers.integrations.moe.use_experts_implementation`:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tasks.contracts import InputError
 
 EXPERTS_IMPLEMENTATION = "expertpool_loop"
+Experts = Any  # an nn.Module whose parameters and layout flags are set by its family
 UNDERSTOOD = {
     "has_gate": (True, False),
     "is_transposed": (True, False),
@@ -22,20 +25,21 @@ UNDERSTOOD = {
 }
 
 
-def check_layout(experts: nn.Module, name: str) -> None:
+def check_layout(experts: Experts, name: str) -> None:
     """Raise InputError naming module and flag unless every layout flag is present and understood."""
     for flag, known in UNDERSTOOD.items():
         value = getattr(experts, flag, None)
         if value not in known:
             got = "is absent" if value is None else f"is {value}"
             raise InputError(
-                f"{name} ({type(experts).__name__}): layout flag '{flag}' {got}, expected one of {list(known)}: "
-                "this experts layout is not understood yet"
+                f"{name} ({type(experts).__name__}): layout flag '{flag}' {got}, expected one of "
+                f"{list(known)}: this experts layout is not understood yet"
             )
 
 
-def expert_matrices(experts: nn.Module) -> dict[str, torch.Tensor]:
-    """The experts' matrices as [E, out, in] views of the fused parameters: writing to one writes to the model."""
+def expert_matrices(experts: Experts) -> dict[str, torch.Tensor]:
+    """The experts' matrices as [E, out, in] views of the fused parameters: writing to one writes to the
+    model."""
 
     def oriented(weight: torch.Tensor) -> torch.Tensor:
         return weight.transpose(1, 2) if experts.is_transposed else weight
@@ -51,7 +55,7 @@ def expert_matrices(experts: nn.Module) -> dict[str, torch.Tensor]:
     return {"gate_proj": gate, "up_proj": up, "down_proj": down}
 
 
-def run_expert(experts: nn.Module, expert: int, hidden: torch.Tensor) -> torch.Tensor:
+def run_expert(experts: Experts, expert: int, hidden: torch.Tensor) -> torch.Tensor:
     """One expert on the tokens `hidden` [n, H], before its routing weight: [n, H]."""
     first = (experts.gate_up_proj if experts.has_gate else experts.up_proj)[expert]
     last = experts.down_proj[expert]
@@ -63,12 +67,12 @@ def run_expert(experts: nn.Module, expert: int, hidden: torch.Tensor) -> torch.T
 
 
 def experts_forward(
-    experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    experts: Experts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Experts one after the other on their own tokens: the fastest order on a CPU, and a deterministic one.
 
-    hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H]. Each token adds its experts' outputs in the
-    experts' order, so neither threads nor the other tokens of a batch change the order of a sum.
+    hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H]. Each token adds its experts' outputs
+    in the experts' order, so neither threads nor the other tokens of a batch change the order of a sum.
     """
     top_k = top_k_index.shape[1]
     flat = top_k_index.reshape(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -53,8 +54,8 @@ def prefill(
 ) -> Iterator[PrefillBatch]:
     """Run every sequence of token ids once and yield the batches; with `record`, with their token routing.
 
-    Attention is causal and padding stands after a row's tokens, so no real token sees it and no mask is passed.
-    Raises InputError on an empty sequence.
+    Attention is causal and padding stands after a row's tokens, so no real token sees it and no mask is
+    passed. Raises InputError on an empty sequence.
     """
     lengths = [len(sequence) for sequence in sequences]
     if 0 in lengths:
@@ -78,12 +79,14 @@ def prefill(
 
 def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """The lm_head on `hidden` [T, H]: logits [T, V] float32."""
+    head: Any = model.get_output_embeddings()
     with torch.inference_mode():
-        return model.get_output_embeddings()(hidden).float()
+        return head(hidden).float()
 
 
 def next_token_nll(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Loss in nats of `targets` [T], token ids predicted from `hidden` [T, H]: [T] float32, in chunks of tokens."""
+    """Loss in nats of `targets` [T], token ids predicted from `hidden` [T, H]: [T] float32, in chunks of
+    tokens."""
     chunk = max(1, HEAD_CHUNK_VALUES // model.config.vocab_size)
     losses = [
         functional.cross_entropy(head_logits(model, part), ids, reduction="none")

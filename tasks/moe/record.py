@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from tasks.moe.registry import MoELayer, moe_layers
 
@@ -18,7 +19,9 @@ class LayerRouting:
 
     index: torch.Tensor  # [..., k] int64, selected experts
     weight: torch.Tensor  # [..., k] float32, routing weights as the model applies them
-    gate_prob: torch.Tensor  # [..., k] float32, softmax over all E of logits / router_temperature, at the selected
+    gate_prob: (
+        torch.Tensor
+    )  # [..., k] float32, softmax over all E of logits / router_temperature, at the selected
 
     def reshaped(self, *shape: int) -> LayerRouting:
         return LayerRouting(*(getattr(self, name).view(*shape, -1) for name in self.__dataclass_fields__))
@@ -42,7 +45,8 @@ class RoutingRecorder:
         return keep
 
     def pop(self) -> list[LayerRouting]:
-        """Routing of every MoE layer in the latest forward, in depth order, arrays [B*S, k]; then forgotten."""
+        """Routing of every MoE layer in the latest forward, in depth order, arrays [B*S, k]; then
+        forgotten."""
         if len(self._seen) != len(self._layers):
             raise RuntimeError(f"{len(self._seen)} of {len(self._layers)} routers ran since the last pop")
         seen, self._seen = self._seen, {}
@@ -50,7 +54,7 @@ class RoutingRecorder:
 
 
 @contextmanager
-def record_routing(model: nn.Module) -> Iterator[RoutingRecorder]:
+def record_routing(model: PreTrainedModel) -> Iterator[RoutingRecorder]:
     """Record at the routers while the context is open: some families return softmaxed values, or nothing, as
     `router_logits`, so `output_router_logits` is never read."""
     layers = moe_layers(model)

@@ -5,13 +5,15 @@ A family that keeps its experts fused behind transformers' experts interface is 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from tasks.contracts import InputError
-from tasks.moe.fused import check_layout, expert_matrices
+from tasks.moe.fused import Experts, check_layout, expert_matrices
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,12 @@ class Family:
         """The checkpoint's module path of a matrix, such as `model.layers.1.mlp.experts.0.gate_proj`."""
         return self.checkpoint.format(layer=layer, expert=expert, matrix=self.matrices[matrix])
 
+    def pattern(self) -> str:
+        """A regular expression that matches every `key` and nothing else."""
+        escaped = re.escape(self.checkpoint)
+        numbered = escaped.replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+")
+        return numbered.replace(r"\{matrix\}", f"(?:{'|'.join(self.matrices.values())})") + "$"
+
 
 _QWEN = Family(
     block="mlp",
@@ -41,12 +49,13 @@ FAMILIES: dict[str, Family] = {"qwen2_moe": _QWEN, "qwen3_moe": _QWEN}
 
 @dataclass(frozen=True)
 class MoELayer:
-    """One MoE layer: its router, its routed experts, and views of their weights. Shared experts are no part of it."""
+    """One MoE layer: its router, its routed experts, and views of their weights. Shared experts are no part
+    of it."""
 
     layer: int  # decoder layer
     name: str  # module path of the MoE block
-    router: nn.Module
-    experts: nn.Module
+    router: Any  # nn.Module
+    experts: Experts  # nn.Module
     num_experts: int  # E
     top_k: int  # k
     router_temperature: float  # logits / temperature are the unflattened logits
@@ -60,7 +69,7 @@ class MoELayer:
         return self.router.weight.data
 
 
-def family_of(config) -> Family:
+def family_of(config: Any) -> Family:
     """The family of a model's configuration; raises InputError when it is not in the table."""
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -70,16 +79,18 @@ def family_of(config) -> Family:
     return family
 
 
-def moe_layers(model: nn.Module) -> list[MoELayer]:
+def moe_layers(model: PreTrainedModel) -> list[MoELayer]:
     """The MoE layers of a causal language model in depth order.
 
-    Raises InputError when the model has none, or when an experts layout is not understood (module and flag named).
+    Raises InputError when the model has none, or when an experts layout is not understood (module and flag
+    named).
     """
     config = model.config
     family = family_of(config)
     temperature = float(getattr(config, "router_temperature", None) or 1.0)
     found = []
-    for index, decoder_layer in enumerate(model.base_model.layers):
+    decoder: Any = model.base_model
+    for index, decoder_layer in enumerate(decoder.layers):
         block = getattr(decoder_layer, family.block)
         experts = getattr(block, family.experts, None)
         if experts is None:
@@ -90,7 +101,13 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
         found.append(MoELayer(index, name, router, experts, experts.num_experts, router.top_k, temperature))
     if not found:
         raise InputError(
-            f"the model ({config.model_type}, {len(model.base_model.layers)} layers) has no MoE layers: "
+            f"the model ({config.model_type}, {len(decoder.layers)} layers) has no MoE layers: "
             "expected at least one layer with routed experts"
         )
     return found
+
+
+def expert_keys(model: PreTrainedModel, layer: MoELayer, matrix: str) -> list[str]:
+    """Module paths [E] of one matrix of a layer's experts, as checkpoints name them, without `.weight`."""
+    family = family_of(model.config)
+    return [family.key(layer.layer, expert, matrix) for expert in range(layer.num_experts)]

@@ -1,7 +1,8 @@
 """Group-wise affine grids: w ≈ (code − zero_point) · scale, codes unsigned integers of `num_bits` bits.
 
-Scale and zero point are stored in 16 bits, and codes are chosen with the stored, rounded values. A dequantized weight
-is rounded to the scale's 16 bits too, as every engine does that multiplies in them.
+Scale and zero point are stored in 16 bits, and codes are chosen with the stored, rounded values. The scale is
+bfloat16 for bfloat16 weights, else float16: engines multiply in the scale's type, so a model keeps its own.
+A dequantized weight is rounded to those 16 bits too, and so equals what such an engine computes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from tasks.contracts import InputError
 
-STORED_DTYPE = torch.float16
+ZERO_POINT_DTYPE = torch.float16
 CHUNK_VALUES = 2**17  # weights fitted at once: a constant, so that results never depend on the machine
 _TINY = 2.0**-24  # the smallest positive float16
 
@@ -47,13 +48,18 @@ class Grid:
         return width // self.group_size if self.group_size else 1
 
 
+def scale_dtype(weights: torch.dtype) -> torch.dtype:
+    """The 16-bit type in which the scales of weights of this type are stored."""
+    return torch.bfloat16 if weights == torch.bfloat16 else torch.float16
+
+
 @dataclass(frozen=True)
 class QuantizedMatrix:
     """A stack of E quantized matrices with G groups per row."""
 
     grid: Grid
     codes: torch.Tensor  # [E, out, in] uint8, 0 .. grid.top
-    scale: torch.Tensor  # [E, out, G] float16, > 0
+    scale: torch.Tensor  # [E, out, G] float16 or bfloat16, > 0
     zero_point: torch.Tensor | None  # [E, out, G] float16, in codes; None on a symmetric grid
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -61,14 +67,16 @@ class QuantizedMatrix:
         return dequantize(self.codes, self.scale, self.zero_point, self.grid).to(dtype)
 
 
-# A fit turns groups of weights [n, g] float32 into scale [n, 1] and zero_point [n, 1] of a grid, not yet rounded.
+# A fit turns groups of weights [n, g] float32 into scale [n, 1] and zero_point [n, 1] of a grid, not yet
+# rounded.
 Fit = Callable[[torch.Tensor, Grid], tuple[torch.Tensor, torch.Tensor]]
 
 
 def min_max(groups: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
     """The grid that spans each group [n, g], zero included: scale [n, 1] and fractional zero_point [n, 1].
 
-    A symmetric grid spans ± the largest magnitude with half a step cut off at either end, as compressed-tensors does.
+    A symmetric grid spans ± the largest magnitude with half a step cut off at either end, as
+    compressed-tensors does.
     """
     if grid.symmetric:
         scale = groups.abs().amax(dim=1, keepdim=True) / (grid.top / 2)
@@ -87,16 +95,16 @@ def encode(groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, 
 def quantize_groups(weights: torch.Tensor, grid: Grid, fit: Fit, name: str = "matrix") -> QuantizedMatrix:
     """Fit every group of `weights` [E, out, in] on its own, in chunks of a fixed size.
 
-    Raises InputError for a width that the group size does not divide, and for weights that are not finite or whose
-    scale leaves the range of 16 bits.
+    Raises InputError for a width that the group size does not divide, and for weights that are not finite or
+    whose scale leaves the range of 16 bits.
     """
     experts, rows, width = weights.shape
     count = grid.groups(width, name)
     size = width // count
     flat = weights.reshape(-1, size)
     codes = torch.empty(flat.shape, dtype=torch.uint8)
-    scales = torch.empty(len(flat), 1, dtype=STORED_DTYPE)
-    zeros = torch.empty(len(flat), 1, dtype=STORED_DTYPE)
+    scales = torch.empty(len(flat), 1, dtype=scale_dtype(weights.dtype))
+    zeros = torch.empty(len(flat), 1, dtype=ZERO_POINT_DTYPE)
     step = max(1, CHUNK_VALUES // size)
     for start in range(0, len(flat), step):
         part = slice(start, start + step)

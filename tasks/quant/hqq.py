@@ -1,15 +1,17 @@
-"""Half-quadratic quantization (HQQ; Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023).
+"""Half-quadratic quantization (HQQ; Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning
+Models", 2023).
 
-It minimises sum |w − dequantized w|^p with p = 0.7, which shrugs off outliers, by half-quadratic splitting: with slack
-e for the error r,
+It minimises sum |w − dequantized w|^p with p = 0.7, which shrugs off outliers, by half-quadratic splitting:
+with slack e for the error r,
 
-    e <- argmin |e|^p + β/2 (e − r)²  ≈ sign(r) · max(0, |r| − |r|^(p−1) / β)
+    e <- argmin |e|^p + β/2 (e − r)² ≈ sign(r) · max(0, |r| − |r|^(p−1) / β)
     zero_point <- mean over the group of (code − (w − e) / scale)
 
-while β grows by κ per iteration. The scale stays that of the min-max grid. Ours measures errors in steps of the grid
-(so scaling the weights scales the result, and β = 4 suits any layer; the paper's β = 10 is in units of the weights),
-and keeps, per group, the zero point of the smallest objective instead of stopping the whole matrix early. On a
-symmetric grid, where the zero point is fixed, the same splitting fits the scale by least squares.
+while β grows by κ per iteration. The scale stays that of the min-max grid. Ours measures errors in steps of
+the grid (so scaling the weights scales the result, and β = 4 suits any layer; the paper's β = 10 is in units
+of the weights), and keeps, per group, the zero point of the smallest objective instead of stopping the whole
+matrix early. On a symmetric grid, where the zero point is fixed, the same splitting fits the scale by least
+squares.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _EXACT = 1e-6  # errors below this many steps count as this: |r|^(p-1) has a pol
 
 
 def quantize_hqq(weights: torch.Tensor, grid: Grid, name: str = "matrix") -> QuantizedMatrix:
-    """Quantize [E, out, in] weights, about 5 million a second on one core. Raises InputError as `quantize_groups` does."""
+    """Quantize [E, out, in] weights, about 4 million a second on one core. Raises InputError as
+    `quantize_groups` does."""
     return quantize_groups(weights, grid, _fit_scale if grid.symmetric else _fit_zero_point, name)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tasks.quant.grid import Grid, QuantizedMatrix
 from tasks.quant.pack import packed_words
 
@@ -9,7 +11,8 @@ SIDE_BITS = 16  # of a scale, and of a zero point
 
 
 def ideal_bytes(shape: tuple[int, int, int], grid: Grid) -> float:
-    """Bytes of a stack [E, out, in] at exactly `num_bits` per code, plus 16 bits per scale and stored zero point."""
+    """Bytes of a stack [E, out, in] at exactly `num_bits` per code, plus 16 bits per scale and stored zero
+    point."""
     experts, rows, width = shape
     side = SIDE_BITS if grid.symmetric else 2 * SIDE_BITS
     return experts * rows * (width * grid.num_bits + grid.groups(width) * side) / 8
@@ -22,8 +25,9 @@ def stored_bytes(shape: tuple[int, int, int], grid: Grid) -> int:
     return experts * rows * (4 * packed_words(width, grid.num_bits) + grid.groups(width) * side // 8)
 
 
-def relative_error_parts(weights, quantized: QuantizedMatrix) -> tuple[float, float]:
-    """Squared Frobenius norms of (weights − dequantized) and of weights [E, out, in], one expert at a time."""
+def relative_error_parts(weights: torch.Tensor, quantized: QuantizedMatrix) -> tuple[float, float]:
+    """Squared Frobenius norms of (weights − dequantized) and of weights [E, out, in], one expert at a
+    time."""
     error = total = 0.0
     for expert, weight in enumerate(weights):
         original = weight.double()

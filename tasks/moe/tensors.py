@@ -1,0 +1,84 @@
+"""The tensors of a checkpoint folder by name, and whether they are the ones that a model expects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from tasks.contracts import InputError, read_json
+from tasks.quant.formats import INDEX_FILE, Entry
+
+
+class CheckpointTensors:
+    """The tensors of a safetensors checkpoint, one file or many, read one at a time by name."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._open: dict[str, Any] = {}
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Tensor name -> file name. Raises InputError when the folder has no safetensors or lacks a shard."""
+        index, single = self.folder / INDEX_FILE, self.folder / "model.safetensors"
+        if index.is_file():
+            files = read_json(index)["weight_map"]
+            for name in sorted(set(files.values())):
+                if not (self.folder / name).is_file():
+                    raise InputError(f"{self.folder}: shard {name} is named in {INDEX_FILE} but is not there")
+            return files
+        if not single.is_file():
+            raise InputError(
+                f"{self.folder}: no model.safetensors and no {INDEX_FILE}: expected a safetensors checkpoint"
+            )
+        with safe_open(single, "pt") as source:
+            return dict.fromkeys(source.keys(), single.name)
+
+    def _source(self, name: str) -> Any:
+        if name not in self.files:
+            raise InputError(f"{self.folder}: the checkpoint has no tensor '{name}'")
+        file = self.files[name]
+        if file not in self._open:
+            self._open[file] = safe_open(self.folder / file, "pt")
+        return self._open[file]
+
+    def entry(self, name: str) -> Entry:
+        """Stored dtype and shape of a tensor."""
+        tensor = self.get(name)  # mapped from the file: nothing is read
+        return tensor.dtype, tuple(tensor.shape)
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor in its stored dtype; raises InputError naming it when it is absent."""
+        return self._source(name).get_tensor(name)
+
+    def stacked(self, names: Sequence[str]) -> torch.Tensor:
+        """Tensors of one shape as a stack [len(names), ...]; raises InputError when the shapes differ."""
+        tensors = [self.get(name) for name in names]
+        for name, tensor in zip(names, tensors, strict=True):
+            if tensor.shape != tensors[0].shape:
+                got, first = list(tensor.shape), list(tensors[0].shape)
+                raise InputError(
+                    f"{self.folder}: '{name}' is {got}, but '{names[0]}' is {first}: "
+                    "expected experts of one shape in a layer"
+                )
+        return torch.stack(tensors)
+
+
+def check_keys(
+    folder: Path, missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable = ()
+) -> None:
+    """Raise InputError naming the first keys when a checkpoint and its model do not match exactly."""
+    faults = []
+    for kind, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched)):
+        names = sorted(map(str, keys))
+        if names:
+            faults.append(f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
+    if faults:
+        raise InputError(
+            f"{folder}: the checkpoint does not fit its config.json: keys {'; '.join(faults)}; "
+            "expected every key exactly once"
+        )
