@@ -1,38 +1,39 @@
 """Load, importance and LIS of every routed expert, on the calibration tokens.
 
 In: artifacts/reference, artifacts/requests/calibration.parquet.
-Out: artifacts/experts/ (experts.safetensors: ExpertStatistics; experts.json: the reference's loss on the same tokens),
-metrics/experts.json.
+Out: artifacts/experts/ (experts.safetensors: ExpertStatistics; experts.json: the reference's loss on the
+same tokens), metrics/experts.json.
 Cost: one forward pass of the reference over `prepare_requests.calibration_tokens`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 
 from tasks.console import run_step
-from tasks.contracts import ExpertStatistics, InputError, replacing_folder, write_json
+from tasks.contracts import ExpertStatistics, replacing_folder, write_json
 from tasks.moe.activations import measure_expert_inputs
 from tasks.moe.checkpoint import load_model
-from tasks.moe.prefill import next_token_nll, prefill
+from tasks.moe.prefill import prefill
 from tasks.moe.registry import moe_layers
 from tasks.params import MeasureExperts, load_params
+from tasks.replication.calibration import calibration_nll, read_calibration
 from tasks.replication.importance import wanda
 from tasks.replication.load import count_load, lis, lis_by_batch, rank_correlation
 
 VERSION = 1
 
 
-def run(reference: Path, requests: Path, out: Path, metrics: Path, params: MeasureExperts, batch_tokens: int) -> None:
-    """Measure the reference's experts; paths are artifacts/reference, artifacts/requests, the outputs' folder and file.
+def run(
+    reference: Path, requests: Path, out: Path, metrics: Path, params: MeasureExperts, batch_tokens: int
+) -> None:
+    """Measure the reference's experts; paths: reference, requests, the folder and the file of the outputs.
 
-    Raises InputError on calibration without two tokens in a row, and as `load_model` does.
+    Raises InputError as `read_calibration` and `load_model` do.
     """
     sequences = read_calibration(requests)
     model = load_model(reference)
@@ -46,7 +47,7 @@ def run(reference: Path, requests: Path, out: Path, metrics: Path, params: Measu
             for place, routing in enumerate(batch.routing):
                 load[batch.rows, place] = count_load(routing.index.numpy(), mask, load.shape[2])
             picks += int(mask.sum()) * batch.routing[0].index.shape[2]
-            losses = calibration_nll(model, batch.hidden, batch.ids, batch.mask)
+            losses = calibration_nll(model, batch)
             nll, predictions = nll + float(losses.sum()), predictions + len(losses)
     total = load.sum(axis=0)  # [L, E]
     check_counts(total, picks, np.stack([own.load for own in inputs]))
@@ -67,25 +68,8 @@ def run(reference: Path, requests: Path, out: Path, metrics: Path, params: Measu
     write_json(metrics, summary(numbers, load, importance, importance_rms, tokens, mean_nll, params))
 
 
-def read_calibration(requests: Path) -> list[list[int]]:
-    """Token sequences of calibration.parquet, in its order."""
-    path = requests / "calibration.parquet"
-    sequences = [ids.tolist() for ids in pd.read_parquet(path, columns=["ids"])["ids"]]
-    if max(map(len, sequences), default=0) < 3:
-        raise InputError(
-            f"{path}: no sequence has three tokens, got {len(sequences)} sequences; raise prepare_requests.calibration_tokens"
-        )
-    return sequences
-
-
-def calibration_nll(model: Any, hidden: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
-    """Losses in nats, float64, of every prediction in a batch but padding's and those made from position 0 alone."""
-    kept = mask[:, 2:]
-    return next_token_nll(model, hidden[:, 1:-1][kept], ids[:, 2:][kept]).double().numpy()
-
-
 def check_counts(load: np.ndarray, picks: int, inputs: np.ndarray) -> None:
-    """The routers' count [L, E] is real tokens x k (these families drop none), and the experts got the same tokens."""
+    """The routers' counts [L, E] sum to real tokens x k (nothing drops here), and the experts saw the same."""
     if (load.sum(axis=1) != picks).any() or (load != inputs).any():
         raise RuntimeError(f"{picks} picks of real tokens, the layers count {sorted(set(load.sum(axis=1)))}")
 

@@ -55,7 +55,9 @@ class ExpertInputs:
         """name -> [E, in]: gate_proj and up_proj read the layer's input, down_proj the gated activations."""
         return {name: self._inner if name == "down_proj" else self._hidden for name in self.names}
 
-    def run(self, experts: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, experts: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
         real = self._watch.of(len(hidden)).real
         hidden_real, index_real = hidden[real], index[real]
         tap = _Tap(experts)
@@ -85,8 +87,8 @@ ALL_EXPERTS_FUNCTIONS.register(MEASURED, _measured_forward)
 def measure_expert_inputs(model: Any) -> Iterator[list[ExpertInputs]]:
     """Sum squared inputs of every routed expert over the forward passes inside; padding is left out.
 
-    Yields one ExpertInputs per MoE layer, in depth order. Outputs of real tokens are those of the plain model;
-    padding gets zeros from the routed experts.
+    Yields one ExpertInputs per MoE layer, in depth order. Outputs of real tokens are those of the plain
+    model; padding gets zeros from the routed experts.
     """
     layers, watch = moe_layers(model), TokenWatch(model)
     before = model.config._experts_implementation

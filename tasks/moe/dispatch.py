@@ -1,7 +1,7 @@
 """Which copy of a replicated expert computes a token: a pure function of (seed, layer, request, token index).
 
-No state and no batch enters, so the same request is dispatched alike alone, in any batch and in any order. Integer
-arithmetic on numpy's uint64, which wraps.
+No state and no batch enters, so the same request is dispatched alike alone, in any batch and in any order.
+Integer arithmetic on numpy's uint64, which wraps.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _MASK = (1 << 64) - 1
 def mix(*words: np.ndarray | int) -> np.ndarray:
     """Counter-based hash: one uint64 per element of the broadcast integer `words`; their order matters.
 
-    Each word passes the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), a bijection that flips about half
-    of the bits for each bit of the input.
+    Each word passes the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), a bijection that flips
+    about half of the bits for each bit of the input.
     """
     state: np.ndarray = np.zeros((), dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -46,15 +46,20 @@ def request_key(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         return np.where(mask, mix(ids, position), np.uint64(0)).sum(axis=1, dtype=np.uint64)
 
 
-def random(seed: int, layer: int, request: np.ndarray, position: np.ndarray, copies: np.ndarray) -> np.ndarray:
-    """A copy drawn uniformly for each token: [N, 1] request, [N, 1] position, [N, k] copies -> [N, k] in 0..copies - 1."""
+def random(
+    seed: int, layer: int, request: np.ndarray, position: np.ndarray, copies: np.ndarray
+) -> np.ndarray:
+    """A copy drawn uniformly for each token.
+
+    request and position [N, 1], copies [N, k] -> [N, k] in 0..copies - 1.
+    """
     return (mix(seed, layer, request, position) % copies.astype(np.uint64)).astype(np.int64)
 
 
 def round_robin(
     seed: int, layer: int, request: np.ndarray, position: np.ndarray, copies: np.ndarray
 ) -> np.ndarray:
-    """Copies take turns from token to token, from a start drawn for each request and layer; shapes as `random`.
+    """Copies take turns from token to token, from a start drawn per request and layer; shapes as `random`.
 
     Over any run of consecutive tokens the turns of two copies differ by at most one.
     """

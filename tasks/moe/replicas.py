@@ -1,7 +1,8 @@
-"""Physical experts: run a variant's originals and replicas, each with its own stored weights, and count their tokens.
+"""Physical experts: a variant's originals and replicas, each run with its own weights, tokens counted.
 
-A logical expert e of m has the physical copies p with physical_to_logical[p] = e. The router picks logical experts;
-dispatch picks the copy. A token's outputs are summed in the order of its logical experts, as in the plain model.
+A logical expert e of m has the physical copies p with physical_to_logical[p] = e. The router picks logical
+experts; dispatch picks the copy. A token's outputs are summed in the order of its logical experts, as in the
+plain model.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PhysicalWeights = Mapping[int, Mapping[int, Mapping[str, torch.Tensor]]]
 
 
 class _PhysicalStack:
-    """Stands in for the experts module with [m + r, ...] weights; flags and activation are the module's own."""
+    """Stands in for the experts module with [m + r, ...] weights; the rest is the module's own."""
 
     def __init__(self, experts: nn.Module, physical_to_logical: list[int]) -> None:
         self._experts: Any = experts
@@ -56,8 +57,9 @@ class PhysicalExperts:
         self._dispatch, self._seed, self._watch = DISPATCHES[rule], seed, watch
         logical = np.array(plan.physical_to_logical)
         self._copies = np.bincount(logical, minlength=layer.num_experts)  # [m]
-        self._order = np.argsort(logical, kind="stable")  # physical experts, by logical expert, then by number
-        self._first = np.cumsum(self._copies) - self._copies  # [m] where a logical expert's copies start in it
+        # [m + r] physical experts by logical expert, then by number; [m] where an expert's copies start in it
+        self._order = np.argsort(logical, kind="stable")
+        self._first = np.cumsum(self._copies) - self._copies
 
     def matrices(self) -> dict[str, torch.Tensor]:
         """[m + r, out, in] views per matrix name; writing to one writes to the physical experts."""
@@ -112,7 +114,11 @@ def model_hash(model: PreTrainedModel) -> str:
         "num_hidden_layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
         "moe": [
-            [layer.layer, layer.top_k, {name: list(view.shape) for name, view in sorted(layer.matrices().items())}]
+            [
+                layer.layer,
+                layer.top_k,
+                {name: list(view.shape) for name, view in sorted(layer.matrices().items())},
+            ]
             for layer in moe_layers(model)
         ],
     }
@@ -123,8 +129,8 @@ def check_plan(model: PreTrainedModel, plan: ReplicationPlan, origin: str) -> No
     """Raise InputError unless `plan` was made for this model and each logical expert has a copy."""
     if plan.model_hash != model_hash(model):
         raise InputError(
-            f"{origin}: the plan was made for another model: got model_hash {plan.model_hash[:12]}..., expected "
-            f"{model_hash(model)[:12]}...; build the variant from this reference"
+            f"{origin}: the plan was made for another model: got model_hash {plan.model_hash[:12]}..., "
+            f"expected {model_hash(model)[:12]}...; build the variant from this reference"
         )
     if plan.dispatch not in DISPATCHES:
         raise InputError(f"{origin}: dispatch is '{plan.dispatch}', expected one of {sorted(DISPATCHES)}")
@@ -132,7 +138,9 @@ def check_plan(model: PreTrainedModel, plan: ReplicationPlan, origin: str) -> No
         expected = list(range(layer.num_experts))
         extra = own.physical_to_logical[layer.num_experts :]
         if own.layer != layer.layer or own.physical_to_logical[: layer.num_experts] != expected:
-            raise InputError(f"{origin}: layer {own.layer} does not list its {layer.num_experts} experts first")
+            raise InputError(
+                f"{origin}: layer {own.layer} does not list its {layer.num_experts} experts first"
+            )
         if len(own.bits) != len(own.physical_to_logical) or not set(extra) <= set(expected):
             raise InputError(f"{origin}: layer {own.layer} has {len(own.bits)} widths for replicas {extra}")
 
@@ -140,8 +148,8 @@ def check_plan(model: PreTrainedModel, plan: ReplicationPlan, origin: str) -> No
 def install_physical_experts(model: PreTrainedModel, plan: ReplicationPlan, weights: PhysicalWeights) -> None:
     """Turn a loaded reference into the variant `plan` in place.
 
-    `weights` holds the stored weights of the physical experts that differ from the reference's; the others compute
-    with their logical expert's. Call it once per loaded model.
+    `weights` holds the stored weights of the physical experts that differ from the reference's; the others
+    compute with their logical expert's. Call it once per loaded model.
     """
     check_plan(model, plan, "plan")
     watch = TokenWatch(model)

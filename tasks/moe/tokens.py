@@ -1,7 +1,8 @@
-"""Which tokens a forward pass holds: experts see a flat list, and need to know padding, requests and positions.
+"""Which tokens a forward pass holds: experts see a flat list and need padding, requests and positions.
 
-A pre-hook on the decoder reads them off its arguments, so that prefill, plain calls and generation with a key-value
-cache work alike. `prefill` passes no attention mask to the model, and names its padding through `real_tokens`.
+A pre-hook on the decoder reads them off its arguments, so that prefill, plain calls and generation with a
+key-value cache work alike. `prefill` passes no attention mask to the model, and names its padding through
+`real_tokens`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from tasks.contracts import InputError
 from tasks.moe.dispatch import request_key
@@ -44,10 +46,12 @@ class BatchTokens:
 class TokenWatch:
     """Keeps `latest`, the tokens of the forward pass that runs or ran last."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.latest: BatchTokens | None = None
         self._keys = np.zeros(0, dtype=np.uint64)  # [B] of the sequences in the key-value cache
-        self._handle: RemovableHandle = model.base_model.register_forward_pre_hook(self._look, with_kwargs=True)
+        self._handle: RemovableHandle = model.base_model.register_forward_pre_hook(
+            self._look, with_kwargs=True
+        )
 
     def remove(self) -> None:
         self._handle.remove()
@@ -62,7 +66,9 @@ class TokenWatch:
     def _look(self, _module: nn.Module, inputs: tuple, options: dict) -> None:
         ids = inputs[0] if inputs else options.get("input_ids")
         if ids is None:
-            raise InputError("replicas dispatch by token ids: call the model with input_ids, not inputs_embeds")
+            raise InputError(
+                "replicas dispatch by token ids: call the model with input_ids, not inputs_embeds"
+            )
         cache = options.get("cache", options.get("past_key_values"))
         past = int(cache.get_seq_length()) if cache is not None else 0
         batch, width = ids.shape

@@ -1,4 +1,4 @@
-"""Importance of experts from weights and the norms of their inputs (Wanda, arXiv 2306.11695; per expert, arXiv 2602.19938)."""
+"""Importance of experts from weights and input norms (Wanda, arXiv 2306.11695; per expert, 2602.19938)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def wanda(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean of |W_ij| · ||X_j||_2 over all weights of all matrices of each expert of one layer.
 
-    X holds the inputs routed to the expert (for down_proj the gated activations), so ||X_j||_2 grows with the square
-    root of the load. The second form puts the root mean square over the expert's own tokens in its place: only that
-    one says whether heavily used experts also matter more per token.
+    X holds the inputs routed to the expert (for down_proj the gated activations), so ||X_j||_2 grows with
+    the square root of the load. The second form puts the root mean square over the expert's own tokens in
+    its place: only that one says whether heavily used experts also matter more per token.
 
     Args:
         matrices: name -> [E, out, in].
@@ -32,5 +32,7 @@ def wanda(
         total += (column * np.sqrt(squares[name])).sum(axis=-1)
         weights += matrix[0].numel()
     importance = total / weights
-    per_token = np.divide(importance, np.sqrt(load), out=np.zeros_like(importance), where=np.asarray(load) > 0)
+    per_token = np.divide(
+        importance, np.sqrt(load), out=np.zeros_like(importance), where=np.asarray(load) > 0
+    )
     return importance, per_token

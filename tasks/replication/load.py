@@ -5,8 +5,12 @@ Padding and dropped picks are not load; shared experts see every token and are n
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from scipy.stats import rankdata
+
+from tasks.contracts import ReplicationPlan
 
 
 def count_load(index: np.ndarray, mask: np.ndarray, experts: int) -> np.ndarray:
@@ -29,14 +33,14 @@ def count_load(index: np.ndarray, mask: np.ndarray, experts: int) -> np.ndarray:
 def lis(load: np.ndarray, experts: int | None = None) -> np.ndarray:
     """Load imbalance score m · max_j n_j / sum_j n_j over the last axis.
 
-    1 is perfect balance; where each token takes k distinct experts it is at most m / k. A layer without tokens has
-    no score: NaN, which callers leave out and count.
+    1 is perfect balance; where each token takes k distinct experts it is at most m / k. A layer without
+    tokens has no score: NaN, which callers leave out and count.
 
     Args:
         load: [..., n] tokens of each logical or physical expert.
-        experts: m, the experts that an even spread is measured against; by default n. With the physical counts of
-            a variant the default gives lis_physical (>= 1), and the logical number of experts gives lis_logical,
-            comparable with the LIS before replication.
+        experts: m, the experts that an even spread is measured against; by default n. With the physical
+            counts of a variant the default gives lis_physical (>= 1), and the logical number of experts gives
+            lis_logical, comparable with the LIS before replication.
 
     Returns:
         [...] float64.
@@ -73,8 +77,8 @@ def lis_by_batch(load: np.ndarray, batch_size: int, quantile: float) -> dict[str
 def lis_even_split(load: np.ndarray, replicas: int) -> np.ndarray:
     """LIS over the logical experts if each of the `replicas` heaviest experts halves its load exactly.
 
-    For one replica this is m · max(n_1 / 2, n_2) / sum n. The variant's counted LIS differs where its copies do not
-    share evenly, and where quantization changes the routing.
+    For one replica this is m · max(n_1 / 2, n_2) / sum n. The variant's counted LIS differs where its copies
+    do not share evenly, and where quantization changes the routing.
 
     Args:
         load: [..., E] tokens before replication.
@@ -87,6 +91,36 @@ def lis_even_split(load: np.ndarray, replicas: int) -> np.ndarray:
     split[..., :replicas] /= 2
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(total > 0, split.shape[-1] * split.max(axis=-1) / total, np.nan)
+
+
+def before_and_after(
+    before: np.ndarray, after: np.ndarray, plan: ReplicationPlan, replicas: int
+) -> dict[str, Any]:
+    """Loads and LIS from load [L, E] before and counts [L, m + r] after."""
+    experts = before.shape[1]
+    logical = np.stack(
+        [
+            np.bincount(own.physical_to_logical, weights=count, minlength=experts)
+            for own, count in zip(plan.layers, after, strict=True)
+        ]
+    )
+    predicted, lis_logical = lis_even_split(before, replicas), lis(after, experts)
+    return {
+        "layers": [own.layer for own in plan.layers],
+        "replicas": replicas,
+        "quantized_originals": [sum(bits > 0 for bits in own.bits[:experts]) for own in plan.layers],
+        "load_before": before,
+        "load_after": after,
+        "lis_before": lis(before),
+        "lis_mean_before": lis(before).mean(),
+        "lis_logical": lis_logical,
+        "lis_physical": lis(after),
+        "lis_mean": lis_logical.mean(),
+        "lis_even_split": predicted,
+        "lis_even_split_gap": np.abs(lis_logical - predicted).max(),
+        # Share of a layer's picks that went to another logical expert than before, at least.
+        "routing_drift": np.abs(logical - before).sum(axis=1) / 2 / before.sum(axis=1),
+    }
 
 
 def rank_correlation(left: np.ndarray, right: np.ndarray) -> np.ndarray:

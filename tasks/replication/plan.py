@@ -1,4 +1,4 @@
-"""Which experts get a replica and which are quantized to pay for it (Replicate-and-Quantize, arXiv 2602.19938).
+"""Which experts get a replica, and which are quantized to pay for it (R&Q, arXiv 2602.19938).
 
 Per layer the r heaviest experts get a replica, stored quantized; their originals stay as they are. The least
 important of the others are quantized, as few as bring the bytes back to what they were.
@@ -39,7 +39,7 @@ def plan_variant(
         model_hash: of the reference's configuration; a plan is refused by any other model.
 
     Raises:
-        InputError: more replicas than experts, or no set of experts that pays for the replicas; the layer is named.
+        InputError: more replicas than experts, or nothing pays for the replicas; the layer is named.
     """
     layers = [
         plan_layer(int(layer), load, importance, size, variant)

@@ -28,7 +28,9 @@ def inputs(tmp_path_factory):
 
 
 def measure(inputs, out, batch_tokens):
-    run(inputs / "reference", inputs / "requests", out / "experts", out / "experts.json", PARAMS, batch_tokens)
+    run(
+        inputs / "reference", inputs / "requests", out / "experts", out / "experts.json", PARAMS, batch_tokens
+    )
     metrics = json.loads((out / "experts.json").read_text())
     return ExpertStatistics.load_from(out / "experts" / "experts.safetensors"), metrics
 
@@ -38,7 +40,9 @@ def test_statistics_of_a_seeded_model(inputs, tmp_path):
     assert statistics.layers.tolist() == metrics["layers"] == [1, 2]
     assert statistics.load.sum(axis=1).tolist() == [sum(LENGTHS) * 2] * 2
     assert metrics["tokens"] == sum(LENGTHS)
-    assert metrics["lis"] == pytest.approx((8 * statistics.load.max(axis=1) / statistics.load.sum(axis=1)).tolist(), rel=1e-5)
+    assert metrics["lis"] == pytest.approx(
+        (8 * statistics.load.max(axis=1) / statistics.load.sum(axis=1)).tolist(), rel=1e-5
+    )
     assert (statistics.importance[statistics.load > 0] > 0).all()
     assert (statistics.importance[statistics.load == 0] == 0).all()
     assert metrics["experts_without_tokens"] == (statistics.load == 0).sum()
@@ -53,7 +57,9 @@ def test_the_references_loss_is_that_of_transformers_own_logits(inputs, tmp_path
         ids = torch.tensor(ids)
         with torch.inference_mode():
             chances = model(ids[None]).logits[0].log_softmax(-1)
-        losses += (-chances[place, ids[place + 1]].item() for place in range(1, len(ids) - 1))  # not from position 0
+        losses += (
+            -chances[place, ids[place + 1]].item() for place in range(1, len(ids) - 1)
+        )  # not from position 0
     assert metrics["nll_reference"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
@@ -65,7 +71,9 @@ def test_batching_changes_no_count_and_the_same_run_gives_the_same_bytes(inputs,
     np.testing.assert_allclose(alone.importance_rms, batched.importance_rms, rtol=1e-4)
     measure(inputs, tmp_path / "again", 60)
     for name in ("experts.safetensors", "experts.json"):
-        assert (tmp_path / "again/experts" / name).read_bytes() == (tmp_path / "batched/experts" / name).read_bytes()
+        assert (tmp_path / "again/experts" / name).read_bytes() == (
+            tmp_path / "batched/experts" / name
+        ).read_bytes()
 
 
 def test_calibration_without_predictions_is_an_error(inputs, tmp_path):

@@ -21,9 +21,11 @@ def sequences():
 
 
 def test_sums_of_squares_equal_those_of_every_kept_input(model, sequences):
-    """Against a plain loop: each sequence alone, inputs of the experts kept, activations made anew from the weights."""
+    """Against a plain loop: sequences alone, expert inputs kept, activations made anew from the weights."""
     layers = moe_layers(model)
-    expected = [{name: np.zeros(view.shape[::2]) for name, view in layer.matrices().items()} for layer in layers]
+    expected = [
+        {name: np.zeros(view.shape[::2]) for name, view in layer.matrices().items()} for layer in layers
+    ]
     load = np.zeros((len(layers), 8), dtype=int)
 
     def keep(position):

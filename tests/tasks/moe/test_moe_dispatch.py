@@ -12,11 +12,12 @@ REQUESTS = st.integers(0, 2**63)
 def choose(rule, seed, layer, request, positions, copies):
     positions = np.asarray(positions)
     requests = np.full((len(positions), 1), request, dtype=np.uint64)
-    return DISPATCHES[rule](seed, layer, requests, positions[:, None], np.full((len(positions), 1), copies))[:, 0]
+    copies = np.full((len(positions), 1), copies)
+    return DISPATCHES[rule](seed, layer, requests, positions[:, None], copies)[:, 0]
 
 
 def test_mix_is_the_published_splitmix64():
-    # the first output of SplitMix64 seeded with 0, from its reference code; one zero word is one step from state 0
+    # the first output of SplitMix64 seeded with 0; one zero word is one step from state 0
     assert int(mix(0)) == 0xE220A8397B1DCDAF
 
 

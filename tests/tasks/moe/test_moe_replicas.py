@@ -73,7 +73,8 @@ def test_without_replicas_the_logits_are_equal_bit_for_bit(reference, model, seq
 def test_batching_changes_no_decision(model, sequences, dispatch):
     install_physical_experts(model, plan_for(model, dispatch=dispatch), {})
     results = []
-    for batch_tokens in [1, 2 * max(LENGTHS), 8 * max(LENGTHS)]:  # 1, at least 2 and at least 8 sequences a batch
+    for batch_size in (1, 2, 8):  # at least so many sequences a batch
+        batch_tokens = batch_size * max(LENGTHS) if batch_size > 1 else 1
         reset_physical_load(model)
         results.append((logits(model, sequences, batch_tokens), np.stack(physical_load(model))))
     for other, load in results[1:]:
@@ -94,10 +95,8 @@ def test_counts_are_the_real_tokens_times_k(model, sequences):
 
 
 def test_a_physical_expert_computes_with_its_own_stored_weights_bit_for_bit(model):
-    """Every weight of the replica is another; its tokens get that expert's output, the others the original's."""
-    stored = {
-        0: {EXPERTS: {name: view[3] * 3 for name, view in moe_layers(model)[0].matrices().items()}}
-    }
+    """The replica has weights of its own: its tokens get their output, the others the original's."""
+    stored = {0: {EXPERTS: {name: view[3] * 3 for name, view in moe_layers(model)[0].matrices().items()}}}
     plain = moe_layers(copy.deepcopy(model))[0].experts
     install_physical_experts(model, plan_for(model, replicas=(3,)), stored)
     layer, physical = moe_layers(model)[0], physical_experts(model)[0]

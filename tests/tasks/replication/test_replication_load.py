@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tasks.replication.load import count_load, lis, lis_by_batch, lis_even_split, rank_correlation
+from tasks.contracts import LayerPlan, ReplicationPlan
+from tasks.replication.load import (
+    before_and_after,
+    count_load,
+    lis,
+    lis_by_batch,
+    lis_even_split,
+    rank_correlation,
+)
 
 
 def test_lis_of_a_hand_worked_table():
@@ -66,7 +74,7 @@ def test_load_leaves_out_padding_and_dropped_picks():
 
 
 def test_lis_by_batch_of_a_hand_worked_table():
-    # two experts, one layer; batches of two sequences: [3, 1] + [1, 3] = [4, 4] -> 1; the last batch [3, 1] -> 1.5
+    # two experts, one layer; batches of two sequences: [3, 1] + [1, 3] = [4, 4]: 1; the last, [3, 1]: 1.5
     load = np.array([[[3, 1]], [[1, 3]], [[3, 1]]])
     batches = lis_by_batch(load, batch_size=2, quantile=0.5)
     assert {name: values.tolist() for name, values in batches.items()} == {
@@ -84,3 +92,16 @@ def test_rank_correlation_handles_ties_and_constants():
     assert score[0] == pytest.approx(4.5 / np.sqrt(4.5 * 5))
     assert np.isnan(score[1])
     assert score[2] == pytest.approx(-1)
+
+
+def test_without_routing_drift_the_gap_to_the_even_split_is_the_uneven_share_alone():
+    # 10 tokens of expert 0 split 6 + 4: 3 * 6 / 16 = 1.125 against the even 3 * 5 / 16 = 0.9375
+    plan = ReplicationPlan("", 0, "round_robin", 0, [LayerPlan(1, [0, 1, 2, 0], [0, 8, 0, 8])])
+    values = before_and_after(np.array([[10, 4, 2]]), np.array([[6, 4, 2, 4]]), plan, 1)
+    assert values["lis_even_split"].tolist() == [3 * 5 / 16]
+    assert values["lis_logical"].tolist() == [3 * 6 / 16]
+    assert values["lis_even_split_gap"] == pytest.approx(3 / 16)
+    assert values["routing_drift"].tolist() == [0.0]
+    # one token moves from expert 1 to expert 2: a share of 1 / 16
+    moved = before_and_after(np.array([[10, 4, 2]]), np.array([[6, 3, 3, 4]]), plan, 1)
+    assert moved["routing_drift"].tolist() == [1 / 16]

@@ -11,7 +11,12 @@ from tasks.replication.plan import ExpertBytes, plan_layer, plan_variant
 
 def variant(replicas: int = 1) -> Variant:
     return Variant(
-        replicas=replicas, replica_bits=8, least_important_bits=4, group_size=64, dispatch="round_robin", seed=0
+        replicas=replicas,
+        replica_bits=8,
+        least_important_bits=4,
+        group_size=64,
+        dispatch="round_robin",
+        seed=0,
     )
 
 
@@ -21,7 +26,7 @@ IMPORTANCE = np.array([0.4, 0.1, 0.2, 0.3])
 
 def test_a_hand_worked_layer():
     # the heaviest is expert 1, though it is the least important: it gets the replica and stays as it is.
-    # The replica costs 60, a quantized expert saves 100 - 45 = 55: two are needed, the least important are 2 and 3.
+    # The replica costs 60, a quantized expert saves 100 - 45 = 55: two are needed, the least important: 2, 3.
     # Bytes: 4 * 100 = 400 before, 2 * 100 + 60 + 2 * 45 = 350 after.
     size = ExpertBytes(original=100, replica=60, quantized=45)
     plan = plan_layer(7, LOAD, IMPORTANCE, size, variant())
@@ -58,7 +63,9 @@ def test_plans_keep_their_promises(data):
     experts = data.draw(st.integers(1, 12))
     load = data.draw(arrays(np.int64, experts, elements=st.integers(0, 6)))
     importance = data.draw(arrays(np.float64, experts, elements=st.sampled_from([0.0, 0.25, 0.5, 1.0])))
-    size = ExpertBytes(data.draw(st.integers(2, 99)), data.draw(st.integers(1, 99)), data.draw(st.integers(1, 99)))
+    size = ExpertBytes(
+        data.draw(st.integers(2, 99)), data.draw(st.integers(1, 99)), data.draw(st.integers(1, 99))
+    )
     replicas = data.draw(st.integers(0, experts))
     try:
         plan = plan_layer(0, load, importance, size, variant(replicas))

@@ -1,0 +1,33 @@
+"""Calibration tokens: what experts are counted on, and the loss that a variant is compared by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from transformers import PreTrainedModel
+
+from tasks.contracts import InputError
+from tasks.moe.prefill import PrefillBatch, next_token_nll
+
+
+def read_calibration(requests: Path) -> list[list[int]]:
+    """Token sequences of calibration.parquet in `requests`, in its order.
+
+    Raises InputError where no sequence is long enough to score a prediction.
+    """
+    path = requests / "calibration.parquet"
+    sequences = [ids.tolist() for ids in pd.read_parquet(path, columns=["ids"])["ids"]]
+    if max(map(len, sequences), default=0) < 3:
+        raise InputError(
+            f"{path}: no sequence has three tokens, got {len(sequences)} sequences; "
+            "raise prepare_requests.calibration_tokens"
+        )
+    return sequences
+
+
+def calibration_nll(model: PreTrainedModel, batch: PrefillBatch) -> np.ndarray:
+    """Losses [predictions] in nats, float64; padding and predictions made from position 0 are left out."""
+    kept = batch.mask[:, 2:]
+    return next_token_nll(model, batch.hidden[:, 1:-1][kept], batch.ids[:, 2:][kept]).double().numpy()
