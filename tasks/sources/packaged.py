@@ -1,10 +1,10 @@
 """The packaged corpus: rows that come with installed Python packages, so that a run needs no data set.
 
 Worked examples that lm-eval ships inside its wheel (the chain-of-thought few-shots of MMLU, BBH and GSM8K),
-and two text sources of the running interpreter: modules of the standard library and the topics of the language
-reference (`pydoc_data.topics`). Selection and order depend on nothing but their content; the standard library
-differs between patch versions of Python 3.11, so the code and documentation rows are those of the interpreter
-in use.
+and two text sources of the running interpreter: modules of the standard library and the topics of the
+language reference (`pydoc_data.topics`). Selection and order depend on nothing but their content; the
+standard library differs between patch versions of Python 3.11, so the code and documentation rows are those
+of the interpreter in use.
 
 Classes: MMLU's four groups (stem, humanities, social_sciences, other), reasoning (BBH and GSM8K), code,
 documentation.
@@ -17,7 +17,6 @@ import importlib.util
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import yaml
 
 from tasks.contracts import InputError
 from tasks.sources import split
+from tasks.sources.rows import Corpus, Question, Row
 
 CLASSES = ("stem", "humanities", "social_sciences", "other", "reasoning", "code", "documentation")
 LONG_QUESTION = 560  # characters, about 128 tokens
@@ -34,142 +34,26 @@ RUNNING_TEXT = 60  # letters and digits from which a paragraph counts as text of
 PASSAGES_PER_FILE = 8  # so that no large module is most of its class
 
 # Modules written in Python, present in every build of CPython 3.11, without large tables.
-MODULES = [
-    "argparse",
-    "ast",
-    "base64",
-    "bdb",
-    "calendar",
-    "cgi",
-    "cmd",
-    "code",
-    "codecs",
-    "compileall",
-    "configparser",
-    "contextlib",
-    "copy",
-    "csv",
-    "dataclasses",
-    "datetime",
-    "difflib",
-    "dis",
-    "doctest",
-    "enum",
-    "filecmp",
-    "fileinput",
-    "fnmatch",
-    "fractions",
-    "ftplib",
-    "functools",
-    "getpass",
-    "gettext",
-    "glob",
-    "graphlib",
-    "gzip",
-    "hashlib",
-    "heapq",
-    "imaplib",
-    "inspect",
-    "ipaddress",
-    "keyword",
-    "linecache",
-    "locale",
-    "lzma",
-    "mailbox",
-    "mimetypes",
-    "modulefinder",
-    "netrc",
-    "ntpath",
-    "numbers",
-    "operator",
-    "optparse",
-    "os",
-    "pathlib",
-    "pdb",
-    "pickle",
-    "pickletools",
-    "pkgutil",
-    "platform",
-    "plistlib",
-    "poplib",
-    "posixpath",
-    "pprint",
-    "profile",
-    "pstats",
-    "pyclbr",
-    "queue",
-    "quopri",
-    "random",
-    "reprlib",
-    "runpy",
-    "sched",
-    "selectors",
-    "shelve",
-    "shlex",
-    "shutil",
-    "smtplib",
-    "socket",
-    "socketserver",
-    "ssl",
-    "statistics",
-    "string",
-    "stringprep",
-    "subprocess",
-    "symtable",
-    "sysconfig",
-    "tarfile",
-    "tempfile",
-    "textwrap",
-    "threading",
-    "timeit",
-    "tokenize",
-    "trace",
-    "traceback",
-    "tracemalloc",
-    "types",
-    "typing",
-    "uuid",
-    "warnings",
-    "wave",
-    "weakref",
-    "webbrowser",
-    "zipapp",
-    "zipfile",
-]
+# fmt: off
+MODULES = (
+    "argparse", "ast", "base64", "bdb", "calendar", "cgi", "cmd", "code", "codecs", "compileall",
+    "configparser", "contextlib", "copy", "csv", "dataclasses", "datetime", "difflib", "dis", "doctest",
+    "enum", "filecmp", "fileinput", "fnmatch", "fractions", "ftplib", "functools", "getpass", "gettext",
+    "glob", "graphlib", "gzip", "hashlib", "heapq", "imaplib", "inspect", "ipaddress", "keyword",
+    "linecache", "locale", "lzma", "mailbox", "mimetypes", "modulefinder", "netrc", "ntpath", "numbers",
+    "operator", "optparse", "os", "pathlib", "pdb", "pickle", "pickletools", "pkgutil", "platform",
+    "plistlib", "poplib", "posixpath", "pprint", "profile", "pstats", "pyclbr", "queue", "quopri",
+    "random", "reprlib", "runpy", "sched", "selectors", "shelve", "shlex", "shutil", "smtplib",
+    "socket", "socketserver", "ssl", "statistics", "string", "stringprep", "subprocess", "symtable",
+    "sysconfig", "tarfile", "tempfile", "textwrap", "threading", "timeit", "tokenize", "trace",
+    "traceback", "tracemalloc", "types", "typing", "uuid", "warnings", "wave", "weakref", "webbrowser",
+    "zipapp", "zipfile",
+)
+# fmt: on
 
 _OPTIONS = re.compile(r"(.*)\(A\)(.*?)\(B\)(.*?)\(C\)(.*?)\(D\)(.*)", re.DOTALL)
 _ANSWER = re.compile(r"[Tt]he answer is \(([A-D])\)")
 _THINK = "Let's think step by step."
-
-
-@dataclass(frozen=True)
-class Question:
-    """A multiple-choice question with its four choices; `answer` is 0..3."""
-
-    subject: str
-    question: str
-    choices: tuple[str, str, str, str]
-    answer: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the corpus. A passage has no response of its own: `prompt` is the whole text, `response` None."""
-
-    id: str
-    class_name: str
-    source: str
-    prompt: str
-    response: str | None
-    question: Question | None = None
-
-    @property
-    def role(self) -> str:
-        return split.role(self.id, self.source)
-
-    @property
-    def text(self) -> str:
-        return self.prompt if self.response is None else f"{self.prompt} {self.response}"
 
 
 @functools.cache
@@ -193,6 +77,17 @@ def texts(role: str) -> list[tuple[str, str]]:
     if role not in split.ROLES:
         raise ValueError(f"role is '{role}', expected one of {split.ROLES}")
     return [(row.id, row.text) for row in by_turns(row for row in rows() if row.role == role)]
+
+
+def corpus() -> Corpus:
+    """The rows of every role but upcycling; held-out text is code and documentation."""
+    role = {name: by_turns(row for row in rows() if row.role == name) for name in split.ROLES}
+    return Corpus(
+        requests=role["requests"],
+        calibration=role["calibration"],
+        text=[row for row in role["benchmark"] if row.response is None],
+        questions=[row for row in role["benchmark"] if row.question],
+    )
 
 
 def by_turns(chosen: Iterable[Row]) -> list[Row]:
@@ -288,8 +183,8 @@ def _code() -> Iterator[Row]:
 def _passages(paragraphs: Iterable[str], seen: set[str]) -> list[str]:
     """Join paragraphs to passages of at least PASSAGE characters; a shorter rest is left out.
 
-    At most PASSAGES_PER_FILE evenly spread ones are kept. A running paragraph that an earlier file had (a licence,
-    a quoted section) is left out: `seen` holds the normalised ones.
+    At most PASSAGES_PER_FILE evenly spread ones are kept. A running paragraph that an earlier file had (a
+    licence, a quoted section) is left out: `seen` holds the normalised ones.
     """
     passages, buffer = [], []
     for paragraph in paragraphs:

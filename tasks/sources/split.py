@@ -1,8 +1,8 @@
 """Every row of the packaged corpus gets its one role before anything reads it.
 
-The role is a pure function of the row's id and source: the salted sha256 of the id, read as a number in [0, 1),
-falls into one of the source's shares. Rows that share a file share the part of the id before the colon, and only
-that part is hashed, so that passages of one file never serve two roles.
+The role is a pure function of the row's id and source: the salted sha256 of the id, read as a number in [0,
+1), falls into one of the source's shares. Rows that share a file share the part of the id before the colon,
+and only that part is hashed, so that passages of one file never serve two roles.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import re
 
 ROLES = ("upcycling", "calibration", "requests", "benchmark")
 
-# Shares in the order of ROLES. MMLU questions are three sources by their length (`packaged.LONG_QUESTION`): long
-# ones are scarce among requests and too long for the benchmark, the longest are too long for both.
+# Shares in the order of ROLES. MMLU questions are three sources by their length (`packaged.LONG_QUESTION`):
+# long ones are scarce among requests and too long for the benchmark, the longest are too long for both.
 SHARES: dict[str, tuple[float, float, float, float]] = {
     "mmlu": (0.03, 0.03, 0.45, 0.49),
     "mmlu-long": (0.02, 0.02, 0.96, 0.00),
@@ -23,8 +23,8 @@ SHARES: dict[str, tuple[float, float, float, float]] = {
     "documentation": (0.25, 0.15, 0.45, 0.15),
 }
 
-# Chosen among the first integers for the counts that it gives (24 requests of every class, long ones among them,
-# and 100 short benchmark questions), before any model had read a row: never for results.
+# Chosen among the first integers for the counts that it gives (24 requests of every class, long ones among
+# them, and 100 short benchmark questions), before any model had read a row: never for results.
 SALT = "expertpool-7"
 
 

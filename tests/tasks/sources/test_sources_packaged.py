@@ -2,6 +2,7 @@ import pytest
 
 from tasks.contracts import InputError
 from tasks.sources import packaged, split
+from tasks.sources.rows import Question
 
 
 def test_every_class_and_question_is_there():
@@ -16,7 +17,7 @@ def test_every_class_and_question_is_there():
 def test_questions_parse_by_hand():
     row = next(row for row in packaged.rows() if row.id == "mmlu/abstract_algebra/0")
     assert row.class_name == "stem"
-    assert row.question == packaged.Question(
+    assert row.question == Question(
         "abstract_algebra",
         "Statement 1 | Every element of a group generates a cyclic subgroup of the group. "
         "Statement 2 | The symmetric group S_10 has 10 elements.",
