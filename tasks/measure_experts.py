@@ -69,7 +69,7 @@ def run(
 
 
 def check_counts(load: np.ndarray, picks: int, inputs: np.ndarray) -> None:
-    """The routers' counts [L, E] sum to real tokens x k (nothing drops here), and the experts saw the same."""
+    """The routers' counts [L, E] sum to real tokens x k (nothing drops here), the experts saw the same."""
     if (load.sum(axis=1) != picks).any() or (load != inputs).any():
         raise RuntimeError(f"{picks} picks of real tokens, the layers count {sorted(set(load.sum(axis=1)))}")
 
