@@ -2,8 +2,8 @@
 
 In: metrics/, artifacts/fwp/predictions.parquet, params.yaml. Out: one flat MLflow run per reference,
 instance, variant and policy in <project>/mlruns/mlflow.db (reporting/records.py), artifacts/report/, the
-tables between README's markers, and mlruns/tracked.json, which a clone lacks, so that its first run fills MLflow.
-Costs ten to twenty seconds, most of them MLflow's import and the first creation of its tables.
+tables between README's markers, and mlruns/tracked.json, which a clone lacks, so that its first run fills
+MLflow. Costs ten to twenty seconds, most of them MLflow's import and the first creation of its tables.
 
 The fingerprint of parameters and metrics (timings aside) is a tag: equal results add no run, they only bring
 the timings up to date; a run that a kill left half-logged is logged again.
