@@ -19,7 +19,7 @@ from tasks.moe.fused import EXPERTS_IMPLEMENTATION
 from tasks.moe.instance import load_instance
 from tasks.moe.registry import family_of, moe_layers
 from tasks.moe.replicas import check_plan, install_physical_experts
-from tasks.moe.tensors import check_keys
+from tasks.moe.tensors import CheckpointTensors, check_keys
 from tasks.quant.formats import MANIFEST_FILE, SUFFIXES, read_packed
 
 PLAN_FILE = "plan.json"
@@ -49,12 +49,14 @@ def load_model(
         raise InputError(f"{folder}: no config.json there: expected a checkpoint folder")
     if (folder / MANIFEST_FILE).is_file():
         return load_instance(folder, dtype, trust_remote_code)
+    _ = CheckpointTensors(folder).files  # safetensors only, and no shard absent
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         experts_implementation=EXPERTS_IMPLEMENTATION,
         trust_remote_code=trust_remote_code,
         local_files_only=True,
+        ignore_mismatched_sizes=True,  # reported below, with the missing and the unexpected
         output_loading_info=True,
     )
     model, info = loaded

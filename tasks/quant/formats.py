@@ -109,12 +109,11 @@ def packed_entries(
 def packed_tensors(quantized: QuantizedMatrix, keys: Sequence[str]) -> dict[str, torch.Tensor]:
     """The tensors of `packed_entries` for the E matrices of a stack, one key each, in order."""
     words = pack(quantized.codes, quantized.grid.num_bits)
-    shape = torch.tensor(quantized.codes.shape[1:], dtype=torch.int64)
     tensors: dict[str, torch.Tensor] = {}
     for expert, key in enumerate(keys):
         tensors[f"{key}.weight_packed"] = words[expert]
         tensors[f"{key}.weight_scale"] = quantized.scale[expert]
-        tensors[f"{key}.weight_shape"] = shape
+        tensors[f"{key}.weight_shape"] = torch.tensor(quantized.codes.shape[1:], dtype=torch.int64)
         if quantized.zero_point is not None:
             tensors[f"{key}.weight_zero_point"] = quantized.zero_point[expert]
     return tensors
