@@ -27,13 +27,13 @@ from tasks.params import ParamsError, load_params
 @task(persist_result=False, cache_policy=NO_CACHE, retries=0)
 def run_stage(name: str) -> State[None]:
     """Run DVC stage `name` unless DVC considers it unchanged; its output becomes the run's log."""
-    if dag.is_unchanged(name):
-        return Completed(name="Cached", message="unchanged: DVC has its outputs")
     started = time.monotonic()
     try:
+        if dag.is_unchanged(name):
+            return Completed(name="Cached", message="unchanged: DVC has its outputs")
         dag.run_stage(name, get_run_logger().info)
-    except dag.StageFailed as error:
-        raise dag.StageFailed(str(error)) from None
+    except (dag.StageFailed, dag.DagError) as error:
+        return Failed(message=str(error))  # raised, its text would come again in a traceback
     return Completed(message=f"ran in {time.monotonic() - started:.0f} s")
 
 

@@ -7,20 +7,26 @@ Then, from anywhere that reaches the server:
 from __future__ import annotations
 
 import sys
+import time
 
 from prefect.flows import EntrypointType
 from prefect.settings import PREFECT_API_URL
 
 from flows.pipeline import pipeline, server_answers
 
+WAIT_SECONDS = 60.0
+
 
 def main() -> None:
     """Serve until interrupted. Runs queue up behind one another: two must never share one workspace."""
     if not server_answers():
-        sys.exit(
-            f"serve: error: no Prefect server answers at {PREFECT_API_URL.value()};"
-            " start one with `prefect server start --background`"
-        )
+        # `prefect server start --background` returns before its server answers.
+        print(f"Waiting for the Prefect server at {PREFECT_API_URL.value()} ...", flush=True)
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not server_answers():
+            if time.monotonic() > deadline:
+                sys.exit("serve: error: no Prefect server; start one: prefect server start --background")
+            time.sleep(0.5)
     pipeline.serve(
         name="default",
         description="Every stage of dvc.yaml that DVC considers changed.",

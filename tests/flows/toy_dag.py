@@ -27,9 +27,9 @@ stages:
       deps: [double.py, artifacts/sum.txt]
       outs: ["artifacts/double_${item}.txt"]
   total:
-    cmd: cat artifacts/double_*.txt > total.txt
+    cmd: python total.py
     params: [quantize_instances.bits]
-    deps: [artifacts]
+    deps: [total.py, artifacts]
     outs: [total.txt]
   lone:
     cmd: python lone.py
@@ -51,6 +51,13 @@ total = int(pathlib.Path("artifacts/sum.txt").read_text())
 pathlib.Path(f"artifacts/double_{sys.argv[1]}.txt").write_text(f"{total * int(sys.argv[1])}\\n")
 """
 
+TOTAL = """
+import pathlib, yaml
+bits = yaml.safe_load(open("params.yaml"))["quantize_instances"]["bits"]
+total = sum(int(pathlib.Path(f"artifacts/double_{width}.txt").read_text()) for width in bits)
+pathlib.Path("total.txt").write_text(f"{total}\\n")
+"""
+
 LONE = """
 import pathlib
 pathlib.Path("artifacts_lone.txt").write_text("alone\\n")
@@ -64,7 +71,7 @@ def write_toy(folder: Path) -> Path:
     (folder / ".dvc/config.local").write_text("[core]\n    no_scm = true\n")
     (folder / "dvc.yaml").write_text(TOY)
     (folder / "params.yaml").write_text((ROOT / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8")
-    for name, text in {"add.py": ADD, "double.py": DOUBLE, "lone.py": LONE}.items():
+    for name, text in {"add.py": ADD, "double.py": DOUBLE, "total.py": TOTAL, "lone.py": LONE}.items():
         (folder / name).write_text(text)
     return folder
 
