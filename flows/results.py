@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tasks.params import load_params
 from tasks.reporting import tables
 
 NEXT = """\
@@ -23,7 +24,7 @@ Change        edit params.yaml, then make run; or
 
 def main() -> None:
     """Print the tables of metrics/; exit status 1 where there are none."""
-    metrics = tables.read_metrics("metrics")
+    metrics = tables.read_metrics("metrics", models=load_params().model_names)
     if not metrics:
         sys.exit("results: error: metrics/ is empty; run the pipeline first: make run")
     # Off a terminal (a log, a pipe) rich would fold everything to 80 columns.
