@@ -35,6 +35,7 @@ class Runtime(Section):
 
 class SmolLM2MoE(Section):
     upcycling_tokens: PositiveInt
+    check_tokens: PositiveInt
     moe_layers: Literal["odd", "all"]
     shared_neurons: Annotated[int, Field(ge=0)]
     experts: Annotated[int, Field(ge=2)]

@@ -1,0 +1,98 @@
+"""`hub`: a Hugging Face id and revision, checked from its small files before the large ones are fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from tasks.console import timed
+from tasks.contracts import InputError
+from tasks.params import HubModel
+from tasks.sources.local_model import CODE_FILES, SIDE_FILES, adopt, check_config
+from tasks.sources.shards import read_config, read_index, weight_files
+
+
+def build(
+    folder: Path, params: HubModel, endpoint: str | None = None, cache: Path | None = None
+) -> dict[str, str]:
+    """Fetch the checkpoint into the hub's cache (an interrupted download is resumed) and bring it to
+    `folder`.
+
+    endpoint: another hub than the environment's (HF_ENDPOINT); cache: another cache than the user's.
+    Returns the commit that the revision stood for. Raises InputError for an unknown, closed or unreachable
+    repository, and as `local_model.adopt` does.
+    """
+    where = f"{params.id} at revision {params.revision}"
+    side_files = [*SIDE_FILES, *(CODE_FILES if params.trust_remote_code else ())]
+
+    def fetch(patterns: list[str], revision: str, local_files_only: bool) -> Path:
+        return Path(
+            snapshot_download(
+                params.id,
+                revision=revision,
+                allow_patterns=patterns,
+                endpoint=endpoint,
+                cache_dir=cache,
+                local_files_only=local_files_only,
+            )
+        )
+
+    try:
+        commit, names = _look_up(params, endpoint)
+        local = commit is None
+        revision = commit or params.revision
+        snapshot = fetch(side_files, revision, local)
+        check_config(read_config(snapshot), where, params.trust_remote_code)
+        names = names if names is not None else [path.name for path in snapshot.iterdir()]
+        weights = weight_files(names, read_index(snapshot), where)
+        with timed(f"fetching {len(weights)} weight files of {params.id}"):
+            snapshot = fetch([*side_files, *weights], revision, local)
+    except RepositoryNotFoundError:
+        raise InputError(
+            f"hub.id is '{params.id}': no such repository, or it is private: check the id"
+        ) from None
+    except RevisionNotFoundError:
+        raise InputError(f"hub.revision is '{params.revision}': {params.id} has no such revision") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"cannot fetch {where}: {reason}; without network, place the checkpoint's folder on this machine "
+            "and use source 'path'"
+        ) from None
+    adopt(snapshot, folder, params.trust_remote_code)
+    return {"id": params.id, "revision": params.revision, "commit": snapshot.name}
+
+
+def _look_up(params: HubModel, endpoint: str | None) -> tuple[str | None, list[str] | None]:
+    """The commit behind the revision and its top-level file names; (None, None) when the hub cannot be
+    reached.
+
+    Then what an earlier run fetched may be all that is needed.
+    """
+    try:
+        info = HfApi(endpoint=endpoint).model_info(params.id, revision=params.revision, timeout=30)
+    except HFValidationError as error:
+        raise InputError(f"hub.id is '{params.id}': {error}") from None
+    except GatedRepoError:
+        raise InputError(
+            f"hub.id is '{params.id}': access must be granted on its page, then log in with 'hf auth login'"
+        ) from None
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        raise
+    except (OfflineModeIsEnabled, OSError):
+        return None, None
+    except Exception as error:  # the hub client's transport errors share no public base class
+        if type(error).__module__.split(".")[0] not in ("httpx", "httpx2", "httpcore"):
+            raise
+        return None, None
+    return info.sha, [item.rfilename for item in info.siblings or []]
