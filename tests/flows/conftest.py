@@ -3,7 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from toy_dag import write_toy
+
+from tests.flows.toy_dag import write_toy
 
 
 @pytest.fixture
