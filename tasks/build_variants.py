@@ -54,6 +54,8 @@ def run(
     Raises InputError where the statistics are of another model, the group size does not divide a matrix, or
     no plan fits into the bytes of before.
     """
+    if not (experts / "experts.safetensors").is_file():
+        raise InputError(f"{experts}: no expert statistics there: run measure_experts first")
     statistics = ExpertStatistics.load_from(experts / "experts.safetensors")
     sequences = read_calibration(requests)
     model = load_model(reference)

@@ -15,9 +15,11 @@ from tasks.moe.prefill import PrefillBatch, next_token_nll
 def read_calibration(requests: Path) -> list[list[int]]:
     """Token sequences of calibration.parquet in `requests`, in its order.
 
-    Raises InputError where no sequence is long enough to score a prediction.
+    Raises InputError where the file is absent, or no sequence is long enough to score a prediction.
     """
     path = requests / "calibration.parquet"
+    if not path.is_file():
+        raise InputError(f"{path}: no such file: run prepare_requests first")
     sequences = [ids.tolist() for ids in pd.read_parquet(path, columns=["ids"])["ids"]]
     if max(map(len, sequences), default=0) < 3:
         raise InputError(

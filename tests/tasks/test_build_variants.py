@@ -207,6 +207,13 @@ def test_statistics_of_another_model_are_refused(inputs, tmp_path):
         build(inputs, tmp_path, experts="other")
 
 
+def test_inputs_of_an_earlier_step_that_are_absent_are_named(inputs, tmp_path):
+    with pytest.raises(InputError, match="run measure_experts first"):
+        build(inputs, tmp_path, experts="nowhere")
+    with pytest.raises(InputError, match="run prepare_requests first"):
+        run("rq", VARIANT, inputs / "reference", tmp_path, inputs / "experts", tmp_path, tmp_path / "m", 80)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
