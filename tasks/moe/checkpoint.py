@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tasks.contracts import InputError, ReplicationPlan
@@ -19,7 +19,7 @@ from tasks.moe.fused import EXPERTS_IMPLEMENTATION
 from tasks.moe.instance import load_instance
 from tasks.moe.registry import family_of, moe_layers
 from tasks.moe.replicas import check_plan, install_physical_experts
-from tasks.moe.tensors import CheckpointTensors, check_keys
+from tasks.moe.tensors import CheckpointTensors, check_keys, read_config
 from tasks.quant.formats import MANIFEST_FILE, SUFFIXES, read_packed
 
 PLAN_FILE = "plan.json"
@@ -52,6 +52,7 @@ def load_model(
     _ = CheckpointTensors(folder).files  # safetensors only, and no shard absent
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
+        config=read_config(folder, trust_remote_code),
         dtype=dtype,
         experts_implementation=EXPERTS_IMPLEMENTATION,
         trust_remote_code=trust_remote_code,
@@ -71,7 +72,7 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
 
 def skeleton(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model of a folder's config.json without memory for weights, to see its modules and shapes."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    config = read_config(Path(folder), trust_remote_code)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 

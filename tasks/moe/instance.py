@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tasks.console import track
 from tasks.contracts import InputError, read_json, write_json
 from tasks.moe.fused import EXPERTS_IMPLEMENTATION
 from tasks.moe.registry import expert_keys, moe_layers
-from tasks.moe.tensors import CheckpointTensors, check_keys
+from tasks.moe.tensors import CheckpointTensors, check_keys, read_config
 from tasks.quant.formats import (
     EXPERTS_FILE,
     INDEX_FILE,
@@ -106,6 +106,12 @@ def write_experts(
             if tuple(weights.shape) != stack.shape:
                 got, expected = list(weights.shape[1:]), list(stack.shape[1:])
                 raise InputError(f"{source.folder}: '{stack.names[0]}' is {got}, config.json says {expected}")
+            finite = torch.isfinite(weights).flatten(1).all(dim=1)
+            if not finite.all():
+                broken = stack.names[int(finite.logical_not().nonzero()[0])]
+                raise InputError(
+                    f"{source.folder}: '{broken}' holds NaN or infinity: expected finite weights"
+                )
             quantized = quantize(method, weights, grid, stack.keys[0])
             for name, tensor in packed_tensors(quantized, stack.keys).items():
                 file.write(name, tensor)
@@ -161,7 +167,7 @@ def write_index(folder: Path, files: Mapping[str, Mapping[str, Entry]]) -> None:
 def load_instance(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load an instance in eval mode, its experts dequantized layer by layer. Raises InputError on any key
     that is missing or too many."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    config = read_config(folder, trust_remote_code)
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")  # our own code reads the experts, symmetric or not
     with safe_open(folder / REST_FILE, "pt") as source:

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint folder by name, and whether they are the ones that a model expects."""
+"""The tensors of a checkpoint folder by name, its configuration, and whether both fit together."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers import AutoConfig
 
 from tasks.contracts import InputError, read_json
 from tasks.quant.formats import INDEX_FILE, Entry
@@ -82,3 +83,15 @@ def check_keys(
             f"{folder}: the checkpoint does not fit its config.json: keys {'; '.join(faults)}; "
             "expected every key exactly once"
         )
+
+
+def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """A folder's config.json as transformers reads it.
+
+    Raises InputError for an architecture that transformers does not know, and for one whose own code was not
+    allowed.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except ValueError as error:
+        raise InputError(f"{folder}/config.json: {error}") from None

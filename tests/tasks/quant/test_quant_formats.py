@@ -33,12 +33,12 @@ def test_a_streamed_file_reads_like_any_other(tmp_path: Path) -> None:
 
 def test_a_streamed_file_must_be_complete(tmp_path: Path) -> None:
     entries = {"a": (torch.float32, (1,)), "b": (torch.float32, (1,))}
-    with pytest.raises(RuntimeError, match="1 tensors were never written, first b"):
-        with TensorFile(tmp_path / "half.safetensors", entries) as file:
-            file.write("a", torch.zeros(1))
-    with pytest.raises(ValueError, match="declared"):
-        with TensorFile(tmp_path / "wrong.safetensors", entries) as file:
-            file.write("a", torch.zeros(2))
+    never = pytest.raises(RuntimeError, match="1 tensors were never written, first b")
+    with never, TensorFile(tmp_path / "half.safetensors", entries) as file:
+        file.write("a", torch.zeros(1))
+    undeclared = pytest.raises(ValueError, match="declared")
+    with undeclared, TensorFile(tmp_path / "wrong.safetensors", entries) as file:
+        file.write("a", torch.zeros(2))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -19,7 +19,7 @@ def test_asymmetric_grid_by_hand() -> None:
 
 
 def test_symmetric_grid_by_hand() -> None:
-    # largest magnitude 3, 2 bits: scale 3 / 1.5 = 2, codes round(w / 2) + 2 in 0..3, dequantized (code − 2) · 2
+    # largest magnitude 3, 2 bits: scale 3 / 1.5 = 2, codes round(w / 2) + 2 in 0..3, weights (code − 2) · 2
     weights = torch.tensor([[[-3.0, 0.9, 1.2, 3.0]]])
     result = quantize_rtn(weights, Grid(2, 4, symmetric=True))
     assert result.zero_point is None

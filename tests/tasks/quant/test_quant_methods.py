@@ -25,7 +25,7 @@ def errors(weights: torch.Tensor, back: torch.Tensor) -> tuple[float, float]:
 
 
 def papers_hqq(weights: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """The paper's algorithm as published: β 10 in units of the weights, κ 1.01, 20 steps, one early stop for all."""
+    """The paper's algorithm: β 10 in units of the weights, κ 1.01, 20 steps, one early stop for all."""
     flat, top = weights.reshape(-1, group), 2**bits - 1
     low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
     inverse = (top / (high - low)).clamp(max=2e4)

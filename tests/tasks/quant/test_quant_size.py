@@ -11,7 +11,7 @@ from tasks.quant.size import ideal_bytes, stored_bytes
 
 @pytest.fixture(scope="module")
 def qwen3_30b() -> tuple[list[tuple[int, int, int]], int]:
-    """Stacks of expert matrices, and the parameters outside them, of Qwen3-30B-A3B's published configuration."""
+    """Qwen3-30B-A3B's published configuration: stacks of expert matrices, and parameters outside them."""
     config = Qwen3MoeConfig(
         vocab_size=151_936,
         hidden_size=2048,
@@ -39,7 +39,7 @@ def test_golden_parameter_counts(qwen3_30b) -> None:
 
 
 def test_golden_sizes(qwen3_30b) -> None:
-    """method.md section 1: experts at bits + 0.5 (groups of 64, 16-bit scale and zero point), the rest in BF16."""
+    """method.md section 1: experts at bits + 0.5 (groups of 64, scale and zero point), the rest in BF16."""
     stacks, rest = qwen3_30b
     gib = {
         bits: (sum(ideal_bytes(stack, Grid(bits, 64, False)) for stack in stacks) + 2 * rest) / GIB

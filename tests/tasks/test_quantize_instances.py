@@ -1,0 +1,245 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from tasks import quantize_instances
+from tasks.contracts import InputError, read_json
+from tasks.moe.checkpoint import load_model, load_tokenizer
+from tasks.moe.instance import expert_stacks
+from tasks.moe.registry import expert_keys, moe_layers
+from tasks.moe.tensors import CheckpointTensors
+from tasks.params import QuantizeInstances
+from tasks.quant.formats import EXPERTS_FILE, INDEX_FILE, MANIFEST_FILE, REST_FILE
+from tasks.quant.grid import Grid
+from tasks.quant.methods import quantize
+from tests.seeded_models import seeded_checkpoint
+
+IDS = torch.randint(0, 350, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+def settings(**changes: Any) -> QuantizeInstances:
+    values = {"bits": [2, 3, 4], "method": "hqq", "group_size": 32, "symmetric": False}
+    return QuantizeInstances(**{**values, **changes})
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(IDS).logits
+
+
+def half_precision(source: Path, folder: Path) -> Path:
+    """The checkpoint `source`, stored in bfloat16 as real ones are."""
+    load_model(source, torch.bfloat16).save_pretrained(folder)
+    load_tokenizer(source).save_pretrained(folder)
+    (folder / "NOTICE").write_text("where the weights come from\n")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp(request.param)
+    return half_precision(seeded_checkpoint(root / "float32", request.param), root / "reference")
+
+
+def by_hand(reference: Path, bits: int, params: QuantizeInstances) -> Any:
+    """The reference with its experts quantized in memory, nothing written."""
+    model = load_model(reference)
+    source = CheckpointTensors(reference)
+    for layer in moe_layers(model):
+        for matrix, view in layer.matrices().items():
+            weights = source.stacked([f"{key}.weight" for key in expert_keys(model, layer, matrix)])
+            grid = Grid(bits, params.group_size, params.symmetric)
+            view.copy_(quantize(params.method, weights, grid).dequantize())
+    return model
+
+
+@pytest.mark.parametrize(("bits", "method"), [(2, "hqq"), (3, "hqq"), (8, "hqq"), (3, "rtn")])
+def test_an_asymmetric_instance(reference: Path, tmp_path: Path, bits: int, method: str) -> None:
+    params, folder = settings(method=method), tmp_path / f"W{bits}"
+    manifest = quantize_instances.run(reference, folder, bits, params)
+    model = load_model(folder)
+    assert torch.equal(logits(model), logits(by_hand(reference, bits, params)))
+    assert not torch.equal(logits(model), logits(load_model(reference)))
+    assert load_tokenizer(folder)("one two").input_ids == load_tokenizer(reference)("one two").input_ids
+    assert (folder / "NOTICE").read_text() == "where the weights come from\n"
+    assert not manifest["exportable"] and "not for export" in manifest["export"]
+    # Plain transformers would ignore zero points, or invent experts: without an index it refuses instead.
+    with pytest.raises(OSError, match="no file named"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (3, 32), (3, 0), (4, 32), (8, 32)])
+def test_a_symmetric_instance_loads_in_plain_transformers(
+    reference: Path, tmp_path: Path, bits: int, group_size: int
+) -> None:
+    params, folder = settings(symmetric=True, group_size=group_size), tmp_path / f"W{bits}"
+    assert quantize_instances.run(reference, folder, bits, params)["exportable"]
+    expected = logits(by_hand(reference, bits, params))
+    assert torch.equal(logits(load_model(folder)), expected)
+    plain, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.bfloat16,
+        quantization_config=CompressedTensorsConfig(dequantize=True),
+        output_loading_info=True,
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    ours = load_model(folder, torch.bfloat16)
+    ours.set_experts_implementation(plain.config._experts_implementation)
+    assert torch.equal(logits(plain.eval()), logits(ours))  # not one bit apart
+
+
+def test_the_manifest_counts_what_is_there(reference: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "W3"
+    manifest = quantize_instances.run(reference, folder, 3, settings())
+    layers = 2 if "qwen2" in str(reference) else 3
+    # 8 experts a layer, 3 matrices of 32 x 64 each
+    assert manifest["blocks"] == layers * 8
+    assert manifest["matrices"] == layers * 8 * 3
+    assert manifest["expert_parameters"] == layers * 8 * 3 * 2048
+    assert manifest["ideal_expert_bytes"] == manifest["expert_parameters"] * (3 + 32 / 32) / 8
+    tensors = load_file(folder / EXPERTS_FILE)
+    assert manifest["expert_bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert manifest["stored_bits"] == pytest.approx(
+        8 * manifest["expert_bytes"] / manifest["expert_parameters"]
+    )
+    assert manifest["rest_bytes"] == sum(tensor.nbytes for tensor in load_file(folder / REST_FILE).values())
+    assert manifest["expert_matrices_seen_by_optimum_gptq"] == 0  # they are fused
+    on_disk = sum(path.stat().st_size for path in folder.iterdir())
+    assert abs(on_disk - manifest["size_bytes"]) <= 0.01 * manifest["size_bytes"]
+    assert read_json(folder / MANIFEST_FILE).keys() == manifest.keys()
+
+
+def test_relative_error_is_that_of_the_loaded_weights(reference: Path, tmp_path: Path) -> None:
+    manifest = quantize_instances.run(reference, tmp_path / "W2", 2, settings())
+    error = total = 0.0
+    pairs = zip(moe_layers(load_model(reference)), moe_layers(load_model(tmp_path / "W2")), strict=True)
+    for original, quantized in pairs:
+        for matrix, view in original.matrices().items():
+            error += float((view - quantized.matrices()[matrix]).double().square().sum())
+            total += float(view.double().square().sum())
+    assert manifest["relative_error"] == pytest.approx((error / total) ** 0.5)
+
+
+def test_no_floating_copy_of_a_routed_expert(reference: Path, tmp_path: Path) -> None:
+    quantize_instances.run(reference, tmp_path / "W4", 4, settings())
+    source = CheckpointTensors(reference)
+    routed = {name for stack in expert_stacks(load_model(reference), source) for name in stack.names}
+    shapes = {source.entry(name)[1] for name in routed}
+    for file in (tmp_path / "W4").glob("*.safetensors"):
+        with safe_open(file, "pt") as stored:
+            assert not routed & set(stored.keys())
+            if file.name == EXPERTS_FILE:
+                for name in stored.keys():  # noqa: SIM118
+                    tensor = stored.get_tensor(name)
+                    assert not (tensor.is_floating_point() and tuple(tensor.shape) in shapes)
+    rest = load_file(tmp_path / "W4" / REST_FILE)
+    assert rest.keys() == set(source.files) - routed
+    assert all(torch.equal(tensor, source.get(name)) for name, tensor in rest.items())
+
+
+def test_one_flipped_bit_changes_the_logits(reference: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "W3"
+    quantize_instances.run(reference, folder, 3, settings())
+    before = logits(load_model(folder))
+    tensors = load_file(folder / EXPERTS_FILE)
+    name = next(name for name in sorted(tensors) if name.endswith("down_proj.weight_packed"))
+    words = tensors[name].numpy().copy()
+    words[0, 0] ^= np.int32(1 << 2)  # the top bit of the first code
+    tensors[name] = torch.from_numpy(words)
+    save_file(tensors, folder / EXPERTS_FILE, metadata={"format": "pt"})
+    assert not torch.equal(logits(load_model(folder)), before)
+
+
+def test_runs_are_byte_for_byte_equal_and_share_the_rest(reference: Path, tmp_path: Path) -> None:
+    for name, bits in (("a", 3), ("b", 3), ("c", 2)):
+        quantize_instances.run(reference, tmp_path / name, bits, settings())
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    assert (tmp_path / "a" / REST_FILE).read_bytes() == (tmp_path / "c" / REST_FILE).read_bytes()
+
+
+def test_fewer_bits_lose_more(reference: Path, tmp_path: Path) -> None:
+    losses = [
+        quantize_instances.run(reference, tmp_path / f"W{bits}", bits, settings())["relative_error"]
+        for bits in (2, 3, 4)
+    ]
+    assert losses[0] > 1.5 * losses[1] > 2.25 * losses[2]
+    target = torch.softmax(logits(load_model(reference)), -1)
+    divergences = [
+        float(
+            (target * (target.log() - torch.log_softmax(logits(load_model(tmp_path / f"W{b}")), -1)))
+            .sum(-1)
+            .mean()
+        )
+        for b in (2, 3, 4)
+    ]
+    assert divergences[0] > divergences[1] > divergences[2] > 0
+
+
+def test_a_sharded_reference_gives_the_same_instance(reference: Path, tmp_path: Path) -> None:
+    load_model(reference, torch.bfloat16).save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
+    quantize_instances.run(reference, tmp_path / "whole_W4", 4, settings())
+    quantize_instances.run(tmp_path / "sharded", tmp_path / "sharded_W4", 4, settings())
+    for name in (EXPERTS_FILE, REST_FILE):
+        assert (tmp_path / "whole_W4" / name).read_bytes() == (tmp_path / "sharded_W4" / name).read_bytes()
+    assert not (tmp_path / "sharded_W4" / INDEX_FILE).exists()
+
+
+def test_bad_input_ends_before_any_work(reference: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        quantize_instances.run(reference, tmp_path / "W4", 4, settings(group_size=48))
+    assert "group_size 48 does not divide the input width 64 of model.layers." in str(caught.value)
+    assert "8, 16, 32, 64" in str(caught.value)
+    dense = seeded_checkpoint(tmp_path / "dense", "qwen2_moe", mlp_only_layers=[0, 1, 2])
+    with pytest.raises(InputError, match="no MoE layers"):
+        quantize_instances.run(dense, tmp_path / "W4", 4, settings())
+    assert not (tmp_path / "W4").exists()
+
+
+def test_broken_experts(tmp_path: Path) -> None:
+    folder = seeded_checkpoint(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"'model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight' holds NaN"):
+        quantize_instances.run(folder, tmp_path / "W4", 4, settings())
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"no 'model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight' \(1 of"):
+        quantize_instances.run(folder, tmp_path / "W4", 4, settings())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]  # nothing half-written
+
+
+def test_an_instance_that_lost_a_tensor(reference: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "W4"
+    quantize_instances.run(reference, folder, 4, settings())
+    rest = load_file(folder / REST_FILE)
+    del rest["model.norm.weight"]
+    save_file(rest, folder / REST_FILE, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"1 missing \(model\.norm\.weight\)"):
+        load_model(folder)
+
+
+def test_the_configuration_of_an_exported_instance(reference: Path, tmp_path: Path) -> None:
+    quantize_instances.run(reference, tmp_path / "W3", 3, settings(symmetric=True))
+    config = json.loads((tmp_path / "W3" / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    assert config == json.loads((reference / "config.json").read_text())
+    assert quantization["format"] == "pack-quantized"
+    assert quantization["config_groups"]["experts"]["weights"]["num_bits"] == 3
+    index = read_json(tmp_path / "W3" / INDEX_FILE)
+    assert set(index["weight_map"].values()) == {EXPERTS_FILE, REST_FILE}
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes
+        for file in (EXPERTS_FILE, REST_FILE)
+        for tensor in load_file(tmp_path / "W3" / file).values()
+    )
