@@ -22,7 +22,14 @@ from tasks.risk.damage import DAMAGES, ceiling
 from tasks.risk.holdout import prediction_figures, rank_figures, stratified_draws
 from tasks.risk.holdout_table import show
 from tasks.risk.measured import Measured, measure
-from tasks.risk.predictor import PREDICTORS, Predictor, constant_signals, fit_predictor, stratified_folds
+from tasks.risk.predictor import (
+    PREDICTORS,
+    Predictor,
+    Rows,
+    constant_signals,
+    fit_predictor,
+    stratified_folds,
+)
 
 VERSION = 1
 
@@ -39,8 +46,10 @@ def run(
     """Fit every predictor on the fit requests, apply it to all; write the outputs, return the metrics."""
     measured = measure(requests_file, scores_folder, experts_file, instances, params)
     frame, fit = measured.frame, (measured.frame["split"] == "fit").to_numpy()
-    fold = stratified_folds(frame.loc[fit, "class"].to_numpy(), params.folds, params.seed)
-    draws = stratified_draws(frame.loc[~fit, "class"].to_numpy(), params.bootstrap, params.seed)
+    rows = Rows.of(frame)
+    classes = rows.classes[~fit]
+    fold = stratified_folds(rows.classes[fit], params.folds, params.seed)
+    draws = stratified_draws(classes, params.bootstrap, params.seed)
     table: dict[str, dict[str, Any]] = {kind: {} for kind in DAMAGES}
     chosen: dict[str, Predictor] = {}
     columns: dict[str, np.ndarray] = {}
@@ -48,15 +57,13 @@ def run(
         columns[f"{kind}_{instance}"] = damage
         figures = {}
         for name in PREDICTORS:
-            fitted, out_of_fold = fit_predictor(name, frame.loc[fit], damage[fit], fold, params.min_tokens)
+            fitted, out_of_fold = fit_predictor(name, rows[fit], damage[fit], fold, params.min_tokens)
             predicted = np.empty(len(frame))
-            predicted[fit], predicted[~fit] = out_of_fold, fitted.predict(frame.loc[~fit])
-            classes = frame.loc[~fit, "class"].to_numpy()
+            predicted[fit], predicted[~fit] = out_of_fold, fitted.predict(rows[~fit])
             figures[name] = prediction_figures(predicted[~fit], damage[~fit], classes, draws)
             if kind == params.damage and name == params.predictor:
                 chosen[instance], columns[f"predicted_{instance}"] = fitted, predicted
-                columns[f"class_mean_{instance}"] = fitted.class_mean.predict(frame)
-        classes = frame.loc[~fit, "class"].to_numpy()
+                columns[f"class_mean_{instance}"] = fitted.class_mean.predict(rows)
         table[kind][instance] = {
             "ceiling": ceiling(measured.halves[instance, kind][~fit], classes),
             "predictors": figures,
@@ -90,7 +97,7 @@ def _metrics(
         "other_damage": {"damage": other, "holdout": table[other]},
         "requests": {"fit": int(fit.sum()), "holdout": int((~fit).sum())},
         "short_prompts": {"fit": int((short & fit).sum()), "holdout": int((short & ~fit).sum())},
-        "constant_signals": constant_signals(measured.frame.loc[fit & ~short], signals),
+        "constant_signals": constant_signals(Rows.of(measured.frame)[fit & ~short], signals),
         "version": VERSION,
     }
 

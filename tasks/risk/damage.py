@@ -90,8 +90,8 @@ def ceiling(halves: np.ndarray, classes: np.ndarray) -> dict[str, object]:
 
     R2 cannot pass rho_star and a correlation cannot pass correlation = sqrt(rho_star); `within` is the same
     for requests of one class (class means taken off). measurable is false where rho <= 0 or undefined: the
-    damage is then mostly noise and no figure about it means much. halved_requests: those with at least two scored
-    tokens.
+    damage is then mostly noise and no figure about it means much. halved_requests: those with at least two
+    scored tokens.
     """
     kept = ~np.isnan(halves).any(axis=1)
     halves, classes = halves[kept], classes[kept]

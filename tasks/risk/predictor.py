@@ -30,10 +30,33 @@ PREDICTORS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 # Ridge penalties tried, relative to the number of rows (features have unit variance).
-PENALTIES = tuple(float(10.0**power) for power in np.arange(-3, 2.01, 0.5))
+PENALTIES = tuple(float(10.0**power) for power in np.arange(-3, 3))
 
 # A feature whose spread is below this share of its size is constant.
 CONSTANT = 1e-9
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a map may read of R requests."""
+
+    classes: np.ndarray  # [R] str
+    prompt_tokens: np.ndarray  # [R]
+    signals: dict[str, np.ndarray]  # name -> [R] float64
+
+    @classmethod
+    def of(cls, frame: pd.DataFrame) -> Rows:
+        """Of a frame with columns class, prompt_tokens and signals, other columns being ignored."""
+        used = dict.fromkeys(name for _, signals in PREDICTORS.values() for name in signals)
+        signals = {name: frame[name].to_numpy(dtype=np.float64) for name in used if name in frame}
+        return cls(frame["class"].to_numpy(dtype=str), frame["prompt_tokens"].to_numpy(), signals)
+
+    def __getitem__(self, chosen: np.ndarray) -> Rows:
+        signals = {name: values[chosen] for name, values in self.signals.items()}
+        return Rows(self.classes[chosen], self.prompt_tokens[chosen], signals)
+
+    def __len__(self) -> int:
+        return len(self.classes)
 
 
 @dataclass(frozen=True)
@@ -42,12 +65,13 @@ class ClassMean:
 
     means: dict[str, float]
 
-    def predict(self, requests: pd.DataFrame) -> np.ndarray:
-        """Damage [R] of `requests` (column class); raises InputError on a class without fit requests."""
-        unknown = sorted(set(requests["class"]) - set(self.means))
+    def predict(self, requests: Rows) -> np.ndarray:
+        """Damage [R] of `requests`; raises InputError on a class without fit requests."""
+        names, place = np.unique(requests.classes, return_inverse=True)
+        unknown = [name for name in names if name not in self.means]
         if unknown:
             raise InputError(f"class '{unknown[0]}' has no fit request; known classes: {sorted(self.means)}")
-        return np.array([self.means[name] for name in requests["class"]], dtype=np.float64)
+        return np.array([self.means[name] for name in names], dtype=np.float64)[place]
 
 
 @dataclass(frozen=True)
@@ -62,7 +86,7 @@ class Ridge:
     intercept: float
     penalty: float  # relative to the number of rows
 
-    def predict(self, requests: pd.DataFrame) -> np.ndarray:
+    def predict(self, requests: Rows) -> np.ndarray:
         std = np.array(self.std)
         scaled = (design(requests, self.signals, self.classes) - self.mean) / np.where(std > 0, std, 1.0)
         return self.intercept + scaled @ np.array(self.coefficient)
@@ -76,11 +100,12 @@ class Isotonic:
     x: list[float]  # [K] rising
     y: list[float]  # [K] monotone
 
-    def predict(self, requests: pd.DataFrame) -> np.ndarray:
-        return np.interp(requests[self.signal].to_numpy(dtype=np.float64), self.x, self.y)
+    def predict(self, requests: Rows) -> np.ndarray:
+        return np.interp(requests.signals[self.signal], self.x, self.y)
 
 
 Map = ClassMean | Ridge | Isotonic
+Fit = Callable[[Rows, np.ndarray], Map]
 FORMS: dict[str, type[Map]] = {"class_mean": ClassMean, "ridge": Ridge, "isotonic": Isotonic}
 
 
@@ -93,9 +118,9 @@ class Predictor:
     map: Map
     class_mean: ClassMean
 
-    def predict(self, requests: pd.DataFrame) -> np.ndarray:
-        """Damage [R], nats per token; `requests` has columns class, prompt_tokens and the signals."""
-        short = requests["prompt_tokens"].to_numpy() < self.min_tokens
+    def predict(self, requests: Rows) -> np.ndarray:
+        """Damage [R], nats per token."""
+        short = requests.prompt_tokens < self.min_tokens
         return np.where(short, self.class_mean.predict(requests), self.map.predict(requests))
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,18 +161,18 @@ def stratified_folds(classes: np.ndarray, folds: int, seed: int) -> np.ndarray:
 
 
 def fit_predictor(
-    name: str, requests: pd.DataFrame, damage: np.ndarray, fold: np.ndarray, min_tokens: int
+    name: str, requests: Rows, damage: np.ndarray, fold: np.ndarray, min_tokens: int
 ) -> tuple[Predictor, np.ndarray]:
     """Fit predictor `name` on fit requests; returns it and its out-of-fold predictions [R] of the same rows.
 
-    `requests` has columns class, prompt_tokens and the signals; `damage` [R] nats; `fold` [R]. Prompts
+    `damage` [R] nats; `fold` [R]. Prompts
     shorter than `min_tokens` take no part in ridge and isotonic fits. The ridge's penalty is the one with
     the least out-of-fold error on these rows; the out-of-fold predictions use that one penalty.
     """
     form, signals = PREDICTORS[name]
     means = fit_class_mean(requests, damage)
     if form == "class_mean":
-        fit: Callable[[pd.DataFrame, np.ndarray], Map] = fit_class_mean
+        fit: Fit = fit_class_mean
     elif form == "isotonic":
         fit = lambda rows, values: fit_isotonic(rows, values, signals[0])  # noqa: E731
     else:
@@ -157,18 +182,19 @@ def fit_predictor(
         errors = [float(np.mean((trial - damage) ** 2)) for trial in trials]
         fit = _ridge(signals, PENALTIES[int(np.argmin(errors))])
     long = _long(requests, min_tokens, form)
-    fitted = Predictor(name, min_tokens, fit(requests.loc[long], damage[long]), means)
+    fitted = Predictor(name, min_tokens, fit(requests[long], damage[long]), means)
     return fitted, _out_of_fold(fit, requests, damage, fold, name, min_tokens)
 
 
-def fit_class_mean(requests: pd.DataFrame, damage: np.ndarray) -> ClassMean:
-    classes = requests["class"].to_numpy()
-    return ClassMean({str(name): float(damage[classes == name].mean()) for name in sorted(set(classes))})
+def fit_class_mean(requests: Rows, damage: np.ndarray) -> ClassMean:
+    names, place = np.unique(requests.classes, return_inverse=True)
+    means = np.bincount(place, weights=damage) / np.bincount(place)
+    return ClassMean({str(name): float(mean) for name, mean in zip(names, means, strict=True)})
 
 
-def fit_ridge(requests: pd.DataFrame, damage: np.ndarray, signals: tuple[str, ...], penalty: float) -> Ridge:
+def fit_ridge(requests: Rows, damage: np.ndarray, signals: tuple[str, ...], penalty: float) -> Ridge:
     """Least squares with penalty x rows on coefficients of standardised features, the intercept free."""
-    classes = [str(name) for name in sorted(set(requests["class"]))]
+    classes = np.unique(requests.classes).tolist()
     features = design(requests, list(signals), classes)
     mean, std = features.mean(axis=0), features.std(axis=0)
     std[std <= CONSTANT * (1 + np.abs(mean))] = 0
@@ -188,7 +214,7 @@ def fit_ridge(requests: pd.DataFrame, damage: np.ndarray, signals: tuple[str, ..
     )
 
 
-def fit_isotonic(requests: pd.DataFrame, damage: np.ndarray, signal: str) -> Isotonic:
+def fit_isotonic(requests: Rows, damage: np.ndarray, signal: str) -> Isotonic:
     """Monotone least squares in `signal`, rising or falling as its rank correlation with the damage says.
 
     Equal signals share a knot, so a constant signal gives the mean.
@@ -196,7 +222,7 @@ def fit_isotonic(requests: pd.DataFrame, damage: np.ndarray, signal: str) -> Iso
     from scipy.optimize import isotonic_regression
     from scipy.stats import rankdata
 
-    values = requests[signal].to_numpy(dtype=np.float64)
+    values = requests.signals[signal]
     x, place, count = np.unique(values, return_inverse=True, return_counts=True)
     mean = np.bincount(place, weights=damage) / count
     trend = np.cov(rankdata(values), rankdata(damage))[0, 1]
@@ -204,28 +230,29 @@ def fit_isotonic(requests: pd.DataFrame, damage: np.ndarray, signal: str) -> Iso
     return Isotonic(signal, x.tolist(), y.tolist())
 
 
-def design(requests: pd.DataFrame, signals: list[str], classes: list[str]) -> np.ndarray:
+def design(requests: Rows, signals: list[str], classes: list[str]) -> np.ndarray:
     """The features [R, F]: the signals, then one column of 0 and 1 per class."""
-    one_hot = requests["class"].to_numpy()[:, None] == np.array(classes, dtype=object)[None, :]
-    return np.hstack([requests[signals].to_numpy(dtype=np.float64), one_hot.astype(np.float64)])
+    columns = [requests.signals[name] for name in signals]
+    columns += [(requests.classes == name).astype(np.float64) for name in classes]
+    return np.stack(columns, axis=1)
 
 
-def constant_signals(requests: pd.DataFrame, signals: tuple[str, ...]) -> list[str]:
+def constant_signals(requests: Rows, signals: tuple[str, ...]) -> list[str]:
     """The `signals` that do not vary over `requests`: ridge leaves them out, isotonic becomes the mean."""
-    values = requests[list(signals)].to_numpy(dtype=np.float64)
+    values = design(requests, list(signals), [])
     constant = values.std(axis=0) <= CONSTANT * (1 + np.abs(values.mean(axis=0)))
     return [name for name, flag in zip(signals, constant, strict=True) if flag]
 
 
-def _ridge(signals: tuple[str, ...], penalty: float) -> Callable[[pd.DataFrame, np.ndarray], Map]:
+def _ridge(signals: tuple[str, ...], penalty: float) -> Fit:
     return lambda requests, damage: fit_ridge(requests, damage, signals, penalty)
 
 
-def _long(requests: pd.DataFrame, min_tokens: int, form: str) -> np.ndarray:
+def _long(requests: Rows, min_tokens: int, form: str) -> np.ndarray:
     """The rows that a fit may use [R] bool."""
     if form == "class_mean":
         return np.ones(len(requests), dtype=bool)
-    long = requests["prompt_tokens"].to_numpy() >= min_tokens
+    long = requests.prompt_tokens >= min_tokens
     if long.sum() < 2:
         raise InputError(
             f"{int(long.sum())} of {len(long)} fit prompts have at least {min_tokens} tokens, so nothing "
@@ -235,8 +262,8 @@ def _long(requests: pd.DataFrame, min_tokens: int, form: str) -> np.ndarray:
 
 
 def _out_of_fold(
-    fit: Callable[[pd.DataFrame, np.ndarray], Map],
-    requests: pd.DataFrame,
+    fit: Fit,
+    requests: Rows,
     damage: np.ndarray,
     fold: np.ndarray,
     name: str,
@@ -246,10 +273,8 @@ def _out_of_fold(
     predicted = np.empty(len(damage))
     for held in np.unique(fold):
         rest, form = fold != held, PREDICTORS[name][0]
-        train, target = requests.loc[rest], damage[rest]
+        train, target = requests[rest], damage[rest]
         long = _long(train, min_tokens, form)
-        fitted = Predictor(
-            name, min_tokens, fit(train.loc[long], target[long]), fit_class_mean(train, target)
-        )
-        predicted[~rest] = fitted.predict(requests.loc[~rest])
+        fitted = Predictor(name, min_tokens, fit(train[long], target[long]), fit_class_mean(train, target))
+        predicted[~rest] = fitted.predict(requests[~rest])
     return predicted

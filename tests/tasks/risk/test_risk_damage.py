@@ -1,4 +1,4 @@
-"""Damage of hand-made scores, reliability of made halves, and the errors of scores that do not belong together."""
+"""Damage of hand-made scores, reliability of made halves, the errors of scores that do not match."""
 
 import numpy as np
 import pandas as pd
@@ -19,7 +19,7 @@ from tasks.risk.damage import (
 
 
 def two_requests():
-    """Request a: prompt of 4 tokens, response of 2 (predictions 0..4); b: prompt of 3, response of 3 (5..9)."""
+    """Request a: prompt of 4 tokens, response of 2 (predictions 0..4); b: prompt of 3, response of 3."""
     offset, length = np.array([0, 5, 10]), np.array([4, 3])
     reference = TokenScores(["a", "b"], offset, length, np.ones(10), None)
     nll = np.array([9, 1, 2, 3, 1, 9, 1, 4, 0, 2.0])

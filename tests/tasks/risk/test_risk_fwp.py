@@ -40,7 +40,8 @@ def test_four_tokens_by_hand_tell_the_alignments_apart():
 
 def test_strengths_by_hand():
     # Two tokens, two layers, two picks. gate_prob of token 0: (0.5 + 0.3 + 0.2 + 0.2) / 4 = 0.3.
-    # Norms: layer 0 is 1, 2, 3 and layer 1 is 4, 5, 6. Token 0 picks 0, 2 and 1, 1: (1 + 3 + 5 + 5) / 4 = 3.5;
+    # Norms: layer 0 is 1, 2, 3 and layer 1 is 4, 5, 6. Token 0 picks 0, 2 and 1, 1: (1 + 3 + 5 + 5) / 4
+    # = 3.5;
     # token 1 picks 1, 0 and 2, 0: (2 + 1 + 6 + 4) / 4 = 3.25.
     gate_prob = [[[0.5, 0.3], [0.2, 0.2]], [[0.4, 0.4], [0.1, 0.1]]]
     index = [[[0, 2], [1, 1]], [[1, 0], [2, 0]]]
@@ -106,7 +107,7 @@ def test_vectorised_equals_the_plain_loop(align, strength):
 
 
 def test_renormalised_routing_weights_are_perplexity():
-    # norm_topk_prob: the k weights of a token and layer sum to 1, so their mean is 1/k whatever the router says.
+    # norm_topk_prob: the k weights of a token and layer sum to 1, so their mean is always 1/k.
     scores, routing = random_requests()
     weight = routing.gate_prob / routing.gate_prob.sum(axis=-1, keepdims=True)
     tokens = prompt_tokens(scores, routing, "token")

@@ -18,7 +18,7 @@ from tasks.risk.holdout import (
 
 
 def planted(rho, rows=600, seed=0):
-    """Signal and damage with a rank correlation near `rho` inside each of three classes of far-apart damage."""
+    """Signal and damage with a rank correlation near `rho` within three classes of far-apart damage."""
     generator = np.random.default_rng(seed)
     classes = np.repeat(["a", "b", "c"], rows // 3)
     signal = generator.normal(size=rows)
@@ -37,7 +37,8 @@ def test_figures_agree_with_the_libraries():
 
 
 def test_by_hand():
-    # Within a: ranks 1 2 3 against 1 2 3: 1; within b: 1 2 against 2 1: -1; weighted (3 * 1 + 2 * -1) / 5 = 0.2.
+    # Within a: ranks 1 2 3 against 1 2 3: 1; within b: 1 2 against 2 1: -1;
+    # weighted (3 * 1 + 2 * -1) / 5 = 0.2.
     classes = np.array(["a", "a", "a", "b", "b"])
     x, y = np.array([[1.0, 2, 3, 1, 2]]), np.array([[1.0, 2, 3, 2, 1]])
     assert spearman_within(x, y, classes) == pytest.approx([0.2])

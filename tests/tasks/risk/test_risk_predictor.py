@@ -13,6 +13,7 @@ from tasks.contracts import InputError, read_json, write_json
 from tasks.risk.predictor import (
     PREDICTORS,
     Predictor,
+    Rows,
     constant_signals,
     design,
     fit_isotonic,
@@ -39,7 +40,7 @@ def linear_damage(frame, noise=0.0):
 
 def fit(name, frame, damage, min_tokens=32):
     fold = stratified_folds(frame["class"].to_numpy(), 5, seed=0)
-    return fit_predictor(name, frame, damage, fold, min_tokens)
+    return fit_predictor(name, Rows.of(frame), damage, fold, min_tokens)
 
 
 def explained(predicted, damage):
@@ -49,24 +50,24 @@ def explained(predicted, damage):
 def test_a_planted_linear_law_is_recovered_and_shuffled_signals_lose_it():
     frame, fresh = made(), made(seed=1)
     fitted, out_of_fold = fit("ridge", frame, linear_damage(frame))
-    assert explained(fitted.predict(fresh), linear_damage(fresh)) > 0.99
+    assert explained(fitted.predict(Rows.of(fresh)), linear_damage(fresh)) > 0.99
     assert explained(out_of_fold, linear_damage(frame)) > 0.99
     shuffled = frame.assign(log_fwp=frame["log_fwp"].to_numpy()[np.random.default_rng(2).permutation(200)])
     lost, out_of_fold = fit("ridge", shuffled, linear_damage(frame))
     assert explained(out_of_fold, linear_damage(frame)) < 0.5
-    assert explained(lost.predict(fresh), linear_damage(fresh)) < 0.6
+    assert explained(lost.predict(Rows.of(fresh)), linear_damage(fresh)) < 0.6
     baseline, _ = fit("ridge_ppl", frame, linear_damage(frame))
-    assert explained(baseline.predict(fresh), linear_damage(fresh)) < 0.6
+    assert explained(baseline.predict(Rows.of(fresh)), linear_damage(fresh)) < 0.6
 
 
 def test_ridge_equals_scikit_learn():
     frame = made()
     damage = linear_damage(frame, noise=0.3)
-    ours = fit_ridge(frame, damage, ("log_fwp", "log_length"), penalty=0.1)
-    features = design(frame, ["log_fwp", "log_length"], ["a", "b", "c", "d"])
+    ours = fit_ridge(Rows.of(frame), damage, ("log_fwp", "log_length"), penalty=0.1)
+    features = design(Rows.of(frame), ["log_fwp", "log_length"], ["a", "b", "c", "d"])
     scaled = StandardScaler().fit_transform(features)
     theirs = SklearnRidge(alpha=0.1 * len(frame)).fit(scaled, damage)
-    assert ours.predict(frame) == pytest.approx(theirs.predict(scaled), abs=1e-10)
+    assert ours.predict(Rows.of(frame)) == pytest.approx(theirs.predict(scaled), abs=1e-10)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -74,10 +75,10 @@ def test_isotonic_equals_scikit_learn(sign):
     frame = made()
     frame["log_fwp"] = frame["log_fwp"].round(1)  # ties
     damage = linear_damage(frame, noise=0.3) * sign
-    ours = fit_isotonic(frame, damage, "log_fwp")
+    ours = fit_isotonic(Rows.of(frame), damage, "log_fwp")
     theirs = IsotonicRegression(increasing=sign > 0, out_of_bounds="clip").fit(frame["log_fwp"], damage)
     probe = made(seed=3)
-    assert ours.predict(probe) == pytest.approx(theirs.predict(probe["log_fwp"]), abs=1e-9)
+    assert ours.predict(Rows.of(probe)) == pytest.approx(theirs.predict(probe["log_fwp"]), abs=1e-9)
     assert (np.diff(ours.y) * sign >= 0).all()
 
 
@@ -101,12 +102,12 @@ def test_out_of_fold_predictions_never_see_their_own_row():
 def test_class_mean_by_hand():
     frame = pd.DataFrame({"class": ["a", "a", "b", "b"], "prompt_tokens": 50})
     fitted, out_of_fold = fit_predictor(
-        "class_mean", frame, np.array([1.0, 3, 10, 30]), np.array([0, 1, 0, 1]), min_tokens=32
+        "class_mean", Rows.of(frame), np.array([1.0, 3, 10, 30]), np.array([0, 1, 0, 1]), min_tokens=32
     )
-    assert fitted.predict(frame).tolist() == [2, 2, 20, 20]
+    assert fitted.predict(Rows.of(frame)).tolist() == [2, 2, 20, 20]
     assert out_of_fold.tolist() == [3, 1, 30, 10]  # the other row of the class
     with pytest.raises(InputError, match="'c' has no fit request"):
-        fitted.predict(pd.DataFrame({"class": ["c"], "prompt_tokens": [50]}))
+        fitted.predict(Rows.of(pd.DataFrame({"class": ["c"], "prompt_tokens": [50]})))
 
 
 def test_short_prompts_get_the_class_mean_and_do_not_train():
@@ -116,9 +117,9 @@ def test_short_prompts_get_the_class_mean_and_do_not_train():
     frame["prompt_tokens"] = fresh["prompt_tokens"] = np.where(short, 10, 100)
     damage[short] += 50  # would wreck the fit if short prompts took part in it
     fitted, out_of_fold = fit("ridge", frame, damage)
-    assert explained(fitted.predict(fresh)[~short], linear_damage(fresh)[~short]) > 0.99
+    assert explained(fitted.predict(Rows.of(fresh))[~short], linear_damage(fresh)[~short]) > 0.99
     means = {name: damage[(frame["class"] == name).to_numpy()].mean() for name in "abcd"}
-    assert fitted.predict(fresh)[short] == pytest.approx(fresh["class"].map(means)[short].to_numpy())
+    assert fitted.predict(Rows.of(fresh))[short] == pytest.approx(fresh["class"].map(means)[short].to_numpy())
     assert explained(out_of_fold[~short], damage[~short]) > 0.99
     with pytest.raises(InputError, match=r"0 of .* at least 500 tokens.*min_tokens"):
         fit("ridge", frame, damage, min_tokens=500)
@@ -128,11 +129,11 @@ def test_constant_signals_are_left_out_and_named():
     frame = made().assign(log_length=2.0)
     damage = linear_damage(frame)
     fitted, _ = fit("ridge", frame, damage)
-    assert explained(fitted.predict(frame), damage) > 0.99
+    assert explained(fitted.predict(Rows.of(frame)), damage) > 0.99
     assert fitted.map.coefficient[fitted.map.signals.index("log_length")] == 0
-    assert constant_signals(frame, ("log_fwp", "log_length")) == ["log_length"]
+    assert constant_signals(Rows.of(frame), ("log_fwp", "log_length")) == ["log_length"]
     flat, _ = fit("isotonic_length", frame, damage)
-    assert flat.predict(frame) == pytest.approx(np.full(len(frame), damage.mean()))
+    assert flat.predict(Rows.of(frame)) == pytest.approx(np.full(len(frame), damage.mean()))
 
 
 def test_folds_are_stratified_balanced_and_seeded():
@@ -160,4 +161,4 @@ def test_json_keeps_every_bit(name, tmp_path):
     assert json.loads(json.dumps(values)) == values
     again = Predictor.from_dict(values)
     probe = made(seed=3).assign(prompt_tokens=np.where(np.arange(200) % 5 == 0, 5, 100))
-    assert np.array_equal(again.predict(probe), fitted.predict(probe))
+    assert np.array_equal(again.predict(Rows.of(probe)), fitted.predict(Rows.of(probe)))
