@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 VERSION = 1
 
 SERVER = "http://127.0.0.1:5000"  # where `make ui` serves
-TIMINGS = ("tokens_per_s", "speed/prefill_tokens_per_s")
+TIMINGS = ("tokens_per_s", "z.speed.prefill_tokens_per_s")
 
 
 def run(

@@ -11,8 +11,8 @@ from typing import Any
 from tasks.reporting.tables import benchmark, difference, instance_names
 
 # The keys that every kind of run shares, so that MLflow can put all of them into one chart. What does not
-# apply is absent, never 0. dnll_mean and kl_mean: nats per token (the tag damage.tokens says which). Other
-# keys have a slash: MLflow's charts group by what stands before it, so these nine come first, by themselves.
+# apply is absent, never 0. dnll_mean and kl_mean: nats per token (the tag damage.tokens says which). All
+# other keys begin with "z.": MLflow's charts are sorted by key, and these nine come first.
 NINE_KEYS = (
     "size_gib", "stored_bits", "dnll_mean", "kl_mean", "accuracy", "lis_mean", "multiplier", "budget_kept",
     "tokens_per_s",
@@ -55,13 +55,13 @@ def _model(metrics: Mapping[str, Any], kind: str, name: str, size: Mapping[str, 
     record = Record(kind, name, {
         "size_gib": size.get("size_gib"), "stored_bits": size.get("stored_bits"),
         "dnll_mean": holdout.get("dnll_mean"), "kl_mean": holdout.get("kl_mean"),
-        "weights/relative_error": size.get("relative_error"),
+        "z.weights.relative_error": size.get("relative_error"),
         **_classes(holdout), **_fwp(metrics, name), **_bench(metrics, name), **_speed(metrics, name),
     }, tags={"damage.tokens": "responses of holdout requests"})  # fmt: skip
     if kind == "reference" and "experts" in metrics:
         experts = metrics["experts"]
-        record.metrics["lis/calibration_mean"] = experts["lis_mean"]
-        record.curves["layers/lis_calibration"] = dict(zip(experts["layers"], experts["lis"], strict=True))
+        record.metrics["z.lis.calibration_mean"] = experts["lis_mean"]
+        record.curves["z.layers.lis_calibration"] = dict(zip(experts["layers"], experts["lis"], strict=True))
     _bench_curve(metrics, record)
     return record
 
@@ -71,18 +71,18 @@ def _variants(metrics: Mapping[str, Any]) -> Iterator[Record]:
         record = Record("variant", name, {
             "size_gib": variant.get("size_gib"), "stored_bits": variant.get("stored_bits"),
             "dnll_mean": difference(variant.get("nll"), variant.get("nll_reference")),
-            "variant/nll": variant.get("nll"), "lis/calibration_mean": variant.get("lis_mean"),
-            "lis/calibration_mean_before": variant.get("lis_mean_before"),
+            "z.variant.nll": variant.get("nll"), "z.lis.calibration_mean": variant.get("lis_mean"),
+            "z.lis.calibration_mean_before": variant.get("lis_mean_before"),
             **_bench(metrics, name), **_speed(metrics, name),
         }, tags={"damage.tokens": "the variant's own NLL tokens, not requests"})  # fmt: skip
         for key, values in {
-            "layers/lis_calibration": "lis_logical",
-            "layers/lis_physical": "lis_physical",
+            "z.layers.lis_calibration": "lis_logical",
+            "z.layers.lis_physical": "lis_physical",
         }.items():
             if values in variant:
                 record.curves[key] = dict(zip(variant["layers"], variant[values], strict=True))
         if "load_after" in variant:
-            record.curves["layers/busiest_share"] = {
+            record.curves["z.layers.busiest_share"] = {
                 layer: max(load) / max(sum(load), 1)
                 for layer, load in zip(variant["layers"], variant["load_after"], strict=True)
             }
@@ -104,45 +104,45 @@ def _policies(metrics: Mapping[str, Any]) -> Iterator[Record]:
             "size_gib": sum(pool) if len(pool) == len(resident) else None,
             "dnll_mean": policy.get("dnll_mean"), "kl_mean": policy.get("kl_mean"),
             "multiplier": policy.get("multiplier"),
-            "routing/multiplier_fixed_work": policy.get("multiplier_fixed_work"),
+            "z.routing.multiplier_fixed_work": policy.get("multiplier_fixed_work"),
             "budget_kept": None if policy.get("budget_kept") is None else float(policy["budget_kept"]),
-            **_classes(policy), **{_key(f"share/{instance}"): share for instance, share in shares.items()},
+            **_classes(policy), **{_key(f"z.share.{instance}"): share for instance, share in shares.items()},
         }, tags={"damage.tokens": "responses of holdout requests", "resident": " ".join(sorted(resident)),
                  "reward": str(routing.get("reward", ""))})  # fmt: skip
 
 
 def _classes(values: Mapping[str, Any]) -> dict[str, float | None]:
     return {
-        _key(f"{kind}_by_class/{label}"): found.get(f"{kind}_mean")
+        _key(f"z.{kind}_by_class.{label}"): found.get(f"{kind}_mean")
         for label, found in sorted(values.get("classes", {}).items())
         for kind in ("dnll", "kl")
     }
 
 
 def _fwp(metrics: Mapping[str, Any], name: str) -> dict[str, float | None]:
-    """Holdout figures of the predictor in use, as keys fwp/<figure>."""
+    """Holdout figures of the predictor in use, as keys z.fwp.<figure>."""
     fwp = metrics.get("fwp", {})
     found = fwp.get("holdout", {}).get(name, {}).get("predictors", {}).get(fwp.get("predictor", ""), {})
-    return {_key(f"fwp/{figure}"): value for figure, value in found.items()}
+    return {_key(f"z.fwp.{figure}"): value for figure, value in found.items()}
 
 
 def _bench(metrics: Mapping[str, Any], name: str) -> dict[str, float | None]:
     bench = benchmark(metrics, name)
     tasks = metrics.get("benchmarks", {}).get(name, {}).get("tasks", {})
     each = {
-        _key(f"benchmark/{task}.{figure}"): value
+        _key(f"z.benchmark.{task}.{figure}"): value
         for task, found in sorted(tasks.items())
         for figure, value in sorted(found.items())
         if isinstance(value, int | float)
     }
-    named = {"accuracy": "accuracy", "benchmark/accuracy_stderr": "stderr", "lis_mean": "lis_mean"}
+    named = {"accuracy": "accuracy", "z.benchmark.accuracy_stderr": "stderr", "lis_mean": "lis_mean"}
     return {key: bench[figure] for key, figure in named.items()} | each
 
 
 def _bench_curve(metrics: Mapping[str, Any], record: Record) -> None:
     """LIS per MoE layer while the benchmarks ran; steps are positions among the MoE layers."""
     if lis := metrics.get("benchmarks", {}).get(record.name, {}).get("lis"):
-        record.curves["layers/lis"] = dict(enumerate(lis))
+        record.curves["z.layers.lis"] = dict(enumerate(lis))
     if record.metrics.get("lis_mean") is not None:
         record.tags["lis_mean.tokens"] = "benchmarks"
 
@@ -151,7 +151,7 @@ def _speed(metrics: Mapping[str, Any], name: str) -> dict[str, float | None]:
     """tokens_per_s is the decode median: the phase that a served request spends its time in."""
     found = metrics.get("throughput", {}).get(name, {})
     decode, prefill = found.get("decode_tokens_per_s", {}), found.get("prefill_tokens_per_s", {})
-    return {"tokens_per_s": decode.get("median"), "speed/prefill_tokens_per_s": prefill.get("median")}
+    return {"tokens_per_s": decode.get("median"), "z.speed.prefill_tokens_per_s": prefill.get("median")}
 
 
 def _checked(record: Record) -> Record:
@@ -173,5 +173,5 @@ def _checked(record: Record) -> Record:
 
 
 def _key(text: str) -> str:
-    """A metric key as MLflow allows it: letters, digits, and _ - . / only."""
-    return re.sub(r"[^\w./-]", "_", text, flags=re.ASCII)
+    """A metric key as MLflow allows it: letters, digits, _ - and . only."""
+    return re.sub(r"[^\w.-]", "_", text, flags=re.ASCII)
