@@ -45,7 +45,7 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def wait_for(self, script: str, seconds: float = 60) -> str:
-        """Wait until `script` is true on the page; returns the page's text, or raises TimeoutError with it."""
+        """Wait until `script` is true; returns the page's text, or raises TimeoutError with it."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self.evaluate(script):
@@ -64,8 +64,15 @@ class Page:
 def open_page(executable: str, width: int = 1500, height: int = 1400) -> Iterator[Page]:
     """A fresh Chromium with an empty profile; it ends with the block."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
-                     f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"]  # fmt: skip
+        arguments = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-port=0",
+            f"--user-data-dir={profile}",
+            f"--window-size={width},{height}",
+            "about:blank",
+        ]
         browser = subprocess.Popen(
             [executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
