@@ -1,7 +1,7 @@
 """What a run costs, from the parameters alone: forward tokens per stage, bytes on disk, peak memory, seconds.
 
 Tokens are upper bounds that the steps keep. Bytes follow from the model's shape. Seconds are estimates:
-forward work divided by the machine's measured speed, plus fixed parts measured once (constants below).
+forward work divided by the machine's measured speed, plus the fixed parts below.
 """
 
 from __future__ import annotations
@@ -206,8 +206,9 @@ def shape_from_config(config: Mapping[str, Any], origin: str) -> ModelShape:
 
 # --- stages -------------------------------------------------------------------------------------------------
 
-# Measured on 2 cores of a cloud machine with the default model. A prefill reaches this share of the speed of
-# a large float32 matrix product, as small experts and attention do not fill the cores.
+# Orders of magnitude on 2 cores, to be set from a whole run's times. A prefill of small experts was seen to reach
+# about half the speed of a large matrix product (272 tokens/s of the default model on two busy cores), upcycling
+# about 90 s for 8,192 tokens, hqq 4 million weights a second; the fixed parts are guesses.
 FORWARD_EFFICIENCY = 0.5
 START_SECONDS = 8.0  # interpreter, torch and transformers, reading a small checkpoint, DVC's hashing
 UPCYCLING_SECONDS_PER_TOKEN = 0.011  # partition, router and ridge refits, without the forwards

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from flows import dag
+from tasks.contracts import project_root
 from tasks.params import ParamsError
 from tests.flows.toy_dag import ADD, dvc, read_params
 
@@ -189,3 +190,14 @@ def test_no_overrides_leave_the_file_alone(toy):
     before = (toy / "params.yaml").stat()
     dag.apply_overrides([])
     assert (toy / "params.yaml").stat().st_mtime_ns == before.st_mtime_ns
+
+
+# --- working copies ---------------------------------------------
+
+
+@pytest.mark.parametrize("copy", [".", ".study", ".dvc/tmp/exps/tmp123", ".dvc/tmp/exps/standalone/tmp123"])
+def test_a_working_copy_knows_the_project_it_was_made_from(tmp_path, monkeypatch, copy):
+    """`make study`, `dvc exp run --queue` and `--temp`: mlruns/ and .downloads/ are the project's."""
+    (tmp_path / copy).mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(tmp_path / copy)
+    assert project_root() == tmp_path
