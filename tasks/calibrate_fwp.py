@@ -21,15 +21,9 @@ from tasks.params import CalibrateFwp, load_params
 from tasks.risk.damage import DAMAGES, ceiling
 from tasks.risk.holdout import prediction_figures, rank_figures, stratified_draws
 from tasks.risk.holdout_table import show
+from tasks.risk.maps import SIGNALS, Rows, constant_signals
 from tasks.risk.measured import Measured, measure
-from tasks.risk.predictor import (
-    PREDICTORS,
-    Predictor,
-    Rows,
-    constant_signals,
-    fit_predictor,
-    stratified_folds,
-)
+from tasks.risk.predictor import PREDICTORS, Predictor, fit_predictor, stratified_folds
 
 VERSION = 1
 
@@ -84,7 +78,6 @@ def _metrics(
 ) -> dict[str, Any]:
     other = next(kind for kind in DAMAGES if kind != params.damage)
     short = (measured.frame["prompt_tokens"] < params.min_tokens).to_numpy()
-    signals = tuple(dict.fromkeys(s for _, used in PREDICTORS.values() for s in used))
     return {
         "scorer": params.scorer,
         "damage": params.damage,
@@ -97,7 +90,7 @@ def _metrics(
         "other_damage": {"damage": other, "holdout": table[other]},
         "requests": {"fit": int(fit.sum()), "holdout": int((~fit).sum())},
         "short_prompts": {"fit": int((short & fit).sum()), "holdout": int((short & ~fit).sum())},
-        "constant_signals": constant_signals(Rows.of(measured.frame)[fit & ~short], signals),
+        "constant_signals": constant_signals(Rows.of(measured.frame)[fit & ~short], SIGNALS),
         "version": VERSION,
     }
 

@@ -12,7 +12,8 @@ from tasks.contracts import ExpertStatistics, InputError, PrefillRouting, TokenS
 from tasks.params import CalibrateFwp, load_params
 from tasks.risk.fwp import log_fwp, prompt_tokens, token_strength
 from tasks.risk.holdout_table import show
-from tasks.risk.predictor import Predictor, Rows
+from tasks.risk.maps import Rows
+from tasks.risk.predictor import Predictor
 
 ROOT = Path(__file__).parents[2]
 INSTANCES = ["W2", "W4"]

@@ -10,17 +10,8 @@ from sklearn.linear_model import Ridge as SklearnRidge
 from sklearn.preprocessing import StandardScaler
 
 from tasks.contracts import InputError, read_json, write_json
-from tasks.risk.predictor import (
-    PREDICTORS,
-    Predictor,
-    Rows,
-    constant_signals,
-    design,
-    fit_isotonic,
-    fit_predictor,
-    fit_ridge,
-    stratified_folds,
-)
+from tasks.risk.maps import Rows, constant_signals, design, fit_isotonic, fit_ridge
+from tasks.risk.predictor import PREDICTORS, Predictor, fit_predictor, stratified_folds
 
 
 def made(rows=200, seed=0):
