@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 
 from tasks.console import run_step, timed
-from tasks.contracts import InputError, replacing_folder, write_json
+from tasks.contracts import InputError, project_root, replacing_folder, write_json
 from tasks.evaluation.definitions import Benchmark, read_benchmarks
 from tasks.evaluation.paired import accuracy, compare_accuracy, compare_mean
 from tasks.moe.checkpoint import load_model, load_tokenizer
@@ -37,7 +37,8 @@ def run(
     Any model but "reference" is paired with what stands in `results`/reference. Raises InputError before the
     model is loaded for an unknown benchmark, a missing file, and results of the reference on other rows.
     """
-    folders = {"requests": requests, "data": params.data_dir}
+    data = None if params.data_dir is None else project_root() / params.data_dir
+    folders = {"requests": requests, "data": data}
     benchmarks = read_benchmarks(params.tasks, folders, params.limit, params.seed)
     partners = {} if name == "reference" else {item.name: _partner(item, results) for item in benchmarks}
     from tasks.evaluation.harness import run_benchmarks  # lm-eval takes seconds: only once the input is good
@@ -113,7 +114,7 @@ def folder_of(name: str, params: Params) -> Path:
     if name in params.build_variants.variants:
         return Path("artifacts/variants") / name
     near = difflib.get_close_matches(name, params.model_names, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
+    hint = f"; did you mean '{near[0]}'?" if near else "."
     raise InputError(f"no model '{name}' in this run{hint} There are {', '.join(params.model_names)}")
 
 

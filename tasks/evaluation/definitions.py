@@ -54,7 +54,7 @@ def read_benchmarks(
     for name in [*names, *limit]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
+            hint = f"; did you mean '{near[0]}'?" if near else "."
             raise InputError(f"unknown benchmark '{name}'{hint} There are {', '.join(known)}")
     return [_read(name, folders, limit.get(name), seed) for name in dict.fromkeys(names)]
 
