@@ -7,6 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+# Shown with their intervals; the intervals of the others are in metrics/fwp.json.
+INTERVALS = ("spearman", "spearman_within")
+
 
 def show(metrics: dict[str, Any]) -> None:
     """Print the holdout table: 95 % intervals in brackets, the ceiling above each instance's predictors."""
@@ -26,12 +29,12 @@ def show(metrics: dict[str, Any]) -> None:
         for name, row in result["predictors"].items():
             table.add_row("", name, *(_cell(row, figure) for figure in figures))
         table.add_section()
-    Console(width=None if Console().is_terminal else 150).print(table)
+    Console(width=None if Console().is_terminal else 110).print(table)
 
 
 def _cell(row: dict[str, float], figure: str) -> str:
     if figure not in row:
         return "-"
-    if f"{figure}_low" not in row:
+    if figure not in INTERVALS or f"{figure}_low" not in row:
         return f"{row[figure]:.2f}"
     return f"{row[figure]:.2f} [{row[f'{figure}_low']:.2f}, {row[f'{figure}_high']:.2f}]"
