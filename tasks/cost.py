@@ -206,9 +206,9 @@ def shape_from_config(config: Mapping[str, Any], origin: str) -> ModelShape:
 
 # --- stages -------------------------------------------------------------------------------------------------
 
-# Orders of magnitude on 2 cores, to be set from a whole run's times. A prefill of small experts was seen to reach
-# about half the speed of a large matrix product (272 tokens/s of the default model on two busy cores), upcycling
-# about 90 s for 8,192 tokens, hqq 4 million weights a second; the fixed parts are guesses.
+# Orders of magnitude on 2 cores, to be set from a whole run's times. A prefill of small experts was seen to
+# reach about half the speed of a large matrix product (272 tokens/s of the default model on two busy cores),
+# upcycling about 90 s for 8,192 tokens, hqq 4 million weights a second; the fixed parts are guesses.
 FORWARD_EFFICIENCY = 0.5
 START_SECONDS = 8.0  # interpreter, torch and transformers, reading a small checkpoint, DVC's hashing
 UPCYCLING_SECONDS_PER_TOKEN = 0.011  # partition, router and ridge refits, without the forwards

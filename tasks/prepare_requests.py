@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from tasks.console import run_step, timed
-from tasks.contracts import REQUEST_COLUMNS, replacing_folder, write_json
+from tasks.contracts import REQUEST_COLUMNS, project_root, replacing_folder, write_json
 from tasks.moe.checkpoint import load_tokenizer
 from tasks.params import PrepareRequests, load_params
 from tasks.sources import companions, hub_rows, jsonl, packaged, split, synthetic_rows
@@ -88,7 +88,11 @@ def read_corpus(params: PrepareRequests) -> Corpus:
         return synthetic_rows.corpus(params)
     if params.source == "packaged":
         return packaged.corpus()
-    rows = jsonl.read_rows(params.jsonl.file) if params.source == "jsonl" else hub_rows.read_rows(params.hub)
+    rows = (
+        jsonl.read_rows(project_root() / params.jsonl.file)
+        if params.source == "jsonl"
+        else hub_rows.read_rows(params.hub)
+    )
     rest = packaged.corpus()
     return Corpus(rows, rest.calibration, rest.text, rest.questions)
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from tasks.console import track
-from tasks.contracts import InputError
+from tasks.contracts import InputError, project_root
 from tasks.params import LocalModel
 from tasks.sources.shards import INDEX, list_weights, read_config, read_tensors
 
@@ -37,7 +37,7 @@ CODE_FILES = ("*.py",)  # only where remote code is allowed
 
 def build(folder: Path, params: LocalModel) -> dict[str, str]:
     """Bring the checkpoint in `params.folder` to `folder`; raises InputError when it cannot be used."""
-    source = Path(params.folder or "").expanduser()
+    source = project_root() / Path(params.folder or "").expanduser()
     if not source.is_dir():
         raise InputError(f"path.folder is '{params.folder}': no such folder")
     adopt(source, folder, params.trust_remote_code)

