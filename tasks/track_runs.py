@@ -16,10 +16,12 @@ import fcntl
 import hashlib
 import json
 import logging
+import shutil
+import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -27,7 +29,7 @@ from urllib.parse import quote
 import pandas as pd
 
 from tasks.console import run_step, timed
-from tasks.contracts import project_root, replacing_folder, write_json
+from tasks.contracts import InputError, project_root, replacing_folder, write_json
 from tasks.params import Params, load_params
 from tasks.reporting import readme, report, tables
 from tasks.reporting.records import Record, records
@@ -99,29 +101,56 @@ def fingerprint(metrics: Mapping[str, Any], params: Mapping[str, Any]) -> str:
 
 @contextmanager
 def tracking(root: Path) -> Iterator[MlflowClient]:
-    """The client of root/mlruns/mlflow.db, under a file lock: the first creation of its tables races.
+    """The client of root/mlruns/mlflow.db, under a file lock: two first starts at once would spoil it.
 
-    Raises OSError (no space) where the database cannot be written.
+    Raises OSError (no space) where the database cannot be written, InputError where it is of an older MLflow.
     """
     folder = root / "mlruns"
     folder.mkdir(exist_ok=True)
+    database = folder / "mlflow.db"
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with timed("MLflow, import and tables"):
-            from mlflow import (  # seconds to import: not before the inputs are read
+        with timed("MLflow's import"):
+            from mlflow import (
                 MlflowClient,
                 MlflowException,
-            )
+            )  # seconds to import: not before the inputs are read
             from sqlalchemy.exc import SQLAlchemyError
-
-            for name in ("mlflow", "alembic"):
-                logging.getLogger(name).setLevel(logging.WARNING)
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
         try:
-            yield MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
-        except (SQLAlchemyError, MlflowException) as error:
+            if not database.exists():
+                with timed("MLflow's tables"):
+                    _create(database)
+            yield MlflowClient(f"sqlite:///{database}")
+        except (SQLAlchemyError, MlflowException, sqlite3.Error) as error:
+            if "out-of-date database schema" in str(error):
+                upgrade = f"mlflow db upgrade sqlite:///{database}"
+                raise InputError(
+                    f"{database} is of an older MLflow; keep a copy and run: {upgrade}"
+                ) from None
             if "disk" not in str(error):  # SQLite: "database or disk is full", "disk I/O error"
                 raise
-            raise OSError(errno.ENOSPC, "the disk is full", str(folder / "mlflow.db")) from None
+            raise OSError(errno.ENOSPC, "the disk is full", str(database)) from None
+
+
+def _create(database: Path) -> None:
+    """Make the tables in a scratch folder and move them into place: half a migration cannot be carried on."""
+    from mlflow import MlflowClient
+
+    scratch = database.parent / ".first"
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
+    scratch.mkdir()
+    try:
+        MlflowClient(f"sqlite:///{scratch / 'new.db'}").search_experiments(max_results=1)
+        with (
+            closing(sqlite3.connect(scratch / "new.db")) as source,
+            closing(sqlite3.connect(scratch / "whole.db")) as whole,
+        ):
+            source.backup(whole)  # MLflow's pool still holds the first file
+        (scratch / "whole.db").replace(database)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def experiment_id(client: MlflowClient, name: str, root: Path) -> str:

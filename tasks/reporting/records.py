@@ -19,6 +19,10 @@ NINE_KEYS = (
 )  # fmt: skip
 
 
+# MLflow's charts show ten runs at once: the policies to see there, the rest follow by name.
+FIRST_POLICIES = ("lp_fwp", "class_mean", "request_agnostic", "order_fwp", "true_loss")
+
+
 @dataclass
 class Record:
     """One run: metrics by key, curves by key as {step: value}, tags."""
@@ -94,7 +98,10 @@ def _policies(metrics: Mapping[str, Any]) -> Iterator[Record]:
     routing = metrics.get("routing", {})
     sizes = {name: found.get("size_gib") for name, found in metrics.get("instances", {}).items()}
     scorer = metrics.get("fwp", {}).get("scorer")
-    for name, policy in sorted(routing.get("policies", {}).items()):
+    policies = routing.get("policies", {})
+    first = [name for name in FIRST_POLICIES if name in policies]
+    for name in first + sorted(policies.keys() - first):
+        policy = policies[name]
         shares = policy.get("shares", {})
         resident = {instance for instance, share in shares.items() if share > 0}
         if policy.get("predicted") and scorer in sizes:

@@ -173,14 +173,31 @@ def test_the_fingerprint_leaves_out_timings_and_threads():
     assert one != track_runs.fingerprint({"fwp": {"x": 1}}, params | {"a.b": 2})
 
 
-def test_a_full_disk_is_an_os_error_and_a_bug_is_not(tmp_path):
+def test_a_full_disk_is_an_os_error_and_a_bug_is_not(tracked_once):
     from sqlalchemy.exc import SQLAlchemyError
 
-    with pytest.raises(OSError, match="disk is full") as raised, track_runs.tracking(tmp_path):
+    with pytest.raises(OSError, match="disk is full") as raised, track_runs.tracking(tracked_once):
         raise SQLAlchemyError("(sqlite3.OperationalError) database or disk is full")
     assert raised.value.errno == errno.ENOSPC
-    with pytest.raises(SQLAlchemyError), track_runs.tracking(tmp_path):
+    with pytest.raises(SQLAlchemyError), track_runs.tracking(tracked_once):
         raise SQLAlchemyError("no such column")
+
+
+def test_a_first_start_that_fails_leaves_no_half_database(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    def fail(*arguments, **options):
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MlflowClient, "search_experiments", fail)
+        with pytest.raises(OSError, match="disk is full"), track_runs.tracking(tmp_path):
+            pass
+    assert [path.name for path in (tmp_path / "mlruns").iterdir()] == [".lock"]
+    (tmp_path / "mlruns/.first").mkdir()  # what a kill leaves
+    (tmp_path / "mlruns/.first/new.db").write_bytes(b"half")
+    create_experiment(str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "mlruns").iterdir()) == [".lock", "mlflow.db"]
 
 
 def create_experiment(root: str) -> None:

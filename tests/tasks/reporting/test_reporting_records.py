@@ -74,5 +74,11 @@ def test_not_finite_is_dropped_and_named(metrics):
     assert record.tags["non_finite"] == "stored_bits"
 
 
+def test_the_first_ten_are_the_ones_to_see(metrics):
+    names = [record.name for record in records(metrics)][:10]
+    policies = ["lp_fwp", "class_mean", "request_agnostic", "order_fwp", "true_loss"]
+    assert names == ["reference", "W4", "W3", "W2", "rq", *policies]
+
+
 def test_no_metrics_no_records():
     assert records({}) == []
