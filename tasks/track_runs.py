@@ -61,7 +61,7 @@ def run(
         missing = readme.write_tables(readme_file, readme_tables(found))
         with timed("MLflow runs"):
             ids, new, timed_again = log_records(
-                client, experiment, records(found), mark, run_tags(found), flat
+                client, experiment, records(found), mark, run_tags(found, params), flat
             )
 
     unchanged = f"{len(ids) - new} unchanged ({timed_again} with new timings)"
@@ -222,10 +222,20 @@ def _log_metrics(client: MlflowClient, run_id: str, points: list[tuple[str, floa
         client.log_batch(run_id, metrics=batch)
 
 
-def run_tags(metrics: Mapping[str, Any]) -> dict[str, str]:
+def model_name(params: Params) -> str:
+    """The reference's source, and which model where the source has several."""
+    source = params.prepare_reference.source
+    which = {
+        "hub": params.prepare_reference.hub.id,
+        "path": Path(params.prepare_reference.path.folder or "").name,
+    }
+    return which.get(source, source)
+
+
+def run_tags(metrics: Mapping[str, Any], params: Params) -> dict[str, str]:
     """Tags that every run of this pipeline run carries."""
     tags = {f"version.{step}": str(version) for step, version in tables.step_versions(metrics).items()}
-    tags |= {"version.track_runs": str(VERSION), "model": str(metrics.get("reference", {}).get("name", ""))}
+    tags |= {"version.track_runs": str(VERSION), "model": model_name(params)}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return tags | ({"git_commit": commit.stdout.strip()} if commit.returncode == 0 else {})
 

@@ -24,7 +24,7 @@ def content(metrics: Mapping[str, Any]) -> dict[str, Any]:
     routing, fwp = metrics.get("routing", {}), metrics.get("fwp", {})
     requests, speed = metrics.get("requests", {}), metrics.get("throughput", {})
     return {
-        "title": metrics.get("reference", {}).get("name", "no model yet"),
+        "title": metrics.get("reference", {}).get("source", "no model yet"),
         "lead": _lead(metrics.get("reference", {})),
         "verdicts": verdicts.all_verdicts(metrics),
         "instances": tables.instance_rows(metrics),
@@ -62,11 +62,18 @@ def content(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def _lead(reference: Mapping[str, Any]) -> str:
     if not reference:
         return "No reference has been prepared."
-    return (
-        f"Source {reference['source']}: {reference['moe_layers']} MoE layers of {reference['experts']} "
-        f"experts, {reference['top_k']} picked per token; {reference['parameters'] / 1e6:,.1f} M parameters, "
+    text = (
+        f"The reference is a {reference['model_type']} checkpoint: {reference['moe_layers']} MoE layers of "
+        f"{reference['experts']} experts, {reference['top_k']} picked per token; "
+        f"{reference['parameters'] / 1e6:,.1f} M parameters, "
         f"{reference['expert_parameters'] / 1e6:,.1f} M of them in routed experts."
     )
+    if "nll_upcycled" in reference:
+        text += (
+            f" It was made from a dense model: turning it into a MoE raised its loss from "
+            f"{reference['nll_dense']:.3f} to {reference['nll_upcycled']:.3f} nats per token."
+        )
+    return text
 
 
 def _requests_lead(requests: Mapping[str, Any]) -> str:

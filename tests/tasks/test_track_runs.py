@@ -72,6 +72,7 @@ def test_flat_runs_with_the_same_keys_and_single_valued_params(tracked_once):
     tags = query(tracked_once, "select key, value from tags")
     assert not [key for key, _ in tags if key == "mlflow.parentRunId"]
     assert {value for key, value in tags if key == "kind"} == {"reference", "instance", "variant", "policy"}
+    assert {value for key, value in tags if key == "model"} == {"smollm2-moe"}
     assert sum(key == "version.quantize_instances" for key, _ in tags) == RUNS
     assert len({value for key, value in tags if key == "pipeline_run"}) == 1
     keys = {key for (key,) in query(tracked_once, "select distinct key from latest_metrics")}

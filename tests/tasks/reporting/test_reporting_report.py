@@ -85,6 +85,7 @@ def test_what_is_measured_stands_in_it(made, written):
         "runtime.threads",
         f"{metrics['routing']['budget']['tau']['overall']:.3f} nats per token",
     ]
+    expected.append("raised its loss from 3.030 to 3.340 nats per token")
     for text in expected:
         assert text in html, text
 
@@ -97,7 +98,7 @@ def test_without_metrics_it_is_still_a_report(tmp_path):
 
 def test_names_in_metrics_cannot_break_the_page(made, tmp_path):
     metrics, _ = made
-    evil = {"reference": {**metrics["reference"], "name": "<script>alert(1)</script>"}}
+    evil = {"reference": {**metrics["reference"], "source": "<script>alert(1)</script>"}}
     report.write_report(tmp_path, evil, None, {}, "abc", "http://127.0.0.1:5000/")
     assert "<script" not in (tmp_path / "report.html").read_text()
 
