@@ -133,7 +133,8 @@ def variant_verdicts(metrics: Mapping[str, Any]) -> list[str]:
 def accuracy_verdict(metrics: Mapping[str, Any], name: str) -> str:
     """Holds, broken or cannot tell: the claim against a 95 % interval of the paired difference."""
     tasks = metrics.get("benchmarks", {}).get(name, {}).get("tasks", {})
-    errors = [task["difference_stderr"] for task in tasks.values() if "difference_stderr" in task]
+    choice = [task for task in tasks.values() if "accuracy" in task]
+    errors = [task["difference_stderr"] for task in choice if "difference_stderr" in task]
     change = benchmark(metrics, name)["difference"]
     if change is None or not errors:
         return ""

@@ -57,7 +57,9 @@ def test_a_predictor_is_better_only_where_intervals_are_apart(ours, rival, said)
 )
 def test_accuracy_claim(change, stderr, word):
     task = {"accuracy": 0.4, "stderr": 0.05, "difference": change, "difference_stderr": stderr}
-    assert word in verdicts.accuracy_verdict({"benchmarks": {"rq": {"tasks": {"mmlu": task}}}}, "rq")
+    text = {"nll": 2.9, "difference": 0.1, "difference_stderr": 9.0}  # not an accuracy: does not count
+    metrics = {"benchmarks": {"rq": {"tasks": {"mmlu": task, "text": text}}}}
+    assert word in verdicts.accuracy_verdict(metrics, "rq")
 
 
 def test_damage_that_does_not_grow_is_said_so():
