@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_cache(request: pytest.FixtureRequest) -> Path:
-    """The trained tiny reference, as kept between sessions. Not to be written to: use `tiny_reference`."""
+    """The trained tiny reference as kept between sessions; not to be written to: use `tiny_reference`."""
     import torch
 
     from tasks.params import load_params
@@ -58,7 +58,7 @@ def tiny_cache(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_reference(tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the trained tiny checkpoint (Qwen3-MoE, 2 layers of 8 experts), a copy for this session."""
+    """A copy for this session of the trained tiny checkpoint: Qwen3-MoE, 2 layers of 8 experts, top-2."""
     folder = tmp_path_factory.mktemp("tiny") / "reference"
     shutil.copytree(tiny_cache, folder)
     return folder

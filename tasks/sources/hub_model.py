@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
@@ -10,7 +11,6 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -20,6 +20,8 @@ from tasks.contracts import InputError
 from tasks.params import HubModel
 from tasks.sources.local_model import CODE_FILES, SIDE_FILES, adopt, check_config
 from tasks.sources.shards import read_config, read_index, weight_files
+
+TRANSPORTS = ("httpx", "httpx2", "httpcore")
 
 
 def build(
@@ -35,64 +37,55 @@ def build(
     where = f"{params.id} at revision {params.revision}"
     side_files = [*SIDE_FILES, *(CODE_FILES if params.trust_remote_code else ())]
 
-    def fetch(patterns: list[str], revision: str, local_files_only: bool) -> Path:
+    def fetch(patterns: list[str], revision: str) -> Path:
         return Path(
             snapshot_download(
-                params.id,
-                revision=revision,
-                allow_patterns=patterns,
-                endpoint=endpoint,
-                cache_dir=cache,
-                local_files_only=local_files_only,
+                params.id, revision=revision, allow_patterns=patterns, endpoint=endpoint, cache_dir=cache
             )
         )
 
     try:
-        commit, names = _look_up(params, endpoint)
-        local = commit is None
-        revision = commit or params.revision
-        snapshot = fetch(side_files, revision, local)
+        snapshot = fetch(side_files, params.revision)  # without network: as an earlier run fetched it
+        commit = snapshot.name
+        names = _file_names(params.id, commit, endpoint)
+        if names is None:
+            print(f"  the hub cannot be reached: using commit {commit}, fetched earlier", file=sys.stderr)
+            names = [path.name for path in snapshot.iterdir()]
         check_config(read_config(snapshot), where, params.trust_remote_code)
-        names = names if names is not None else [path.name for path in snapshot.iterdir()]
         weights = weight_files(names, read_index(snapshot), where)
         with timed(f"fetching {len(weights)} weight files of {params.id}"):
-            snapshot = fetch([*side_files, *weights], revision, local)
-    except RepositoryNotFoundError:
-        raise InputError(
-            f"hub.id is '{params.id}': no such repository, or it is private: check the id"
-        ) from None
-    except RevisionNotFoundError:
-        raise InputError(f"hub.revision is '{params.revision}': {params.id} has no such revision") from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(
-            f"cannot fetch {where}: {reason}; without network, place the checkpoint's folder on this machine "
-            "and use source 'path'"
-        ) from None
-    adopt(snapshot, folder, params.trust_remote_code)
-    return {"id": params.id, "revision": params.revision, "commit": snapshot.name}
-
-
-def _look_up(params: HubModel, endpoint: str | None) -> tuple[str | None, list[str] | None]:
-    """The commit behind the revision and its top-level file names; (None, None) when the hub cannot be
-    reached.
-
-    Then what an earlier run fetched may be all that is needed.
-    """
-    try:
-        info = HfApi(endpoint=endpoint).model_info(params.id, revision=params.revision, timeout=30)
+            fetch([*side_files, *weights], commit)
     except HFValidationError as error:
         raise InputError(f"hub.id is '{params.id}': {error}") from None
     except GatedRepoError:
         raise InputError(
             f"hub.id is '{params.id}': access must be granted on its page, then log in with 'hf auth login'"
         ) from None
-    except (RepositoryNotFoundError, RevisionNotFoundError):
+    except RepositoryNotFoundError:
+        raise InputError(
+            f"hub.id is '{params.id}': no such repository, or it is private: check the id"
+        ) from None
+    except RevisionNotFoundError:
+        raise InputError(f"hub.revision is '{params.revision}': {params.id} has no such revision") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"cannot fetch {where}: {reason}; without network, place the checkpoint's folder on this machine "
+            "and use source 'path'"
+        ) from None
+    adopt(snapshot, folder, params.trust_remote_code)
+    return {"id": params.id, "revision": params.revision, "commit": commit}
+
+
+def _file_names(id: str, commit: str, endpoint: str | None) -> list[str] | None:
+    """The names of a commit's files; None when the hub cannot be reached."""
+    try:
+        info = HfApi(endpoint=endpoint).model_info(id, revision=commit, timeout=30)
+    except HfHubHTTPError:
         raise
-    except (OfflineModeIsEnabled, OSError):
-        return None, None
-    except Exception as error:  # the hub client's transport errors share no public base class
-        if type(error).__module__.split(".")[0] not in ("httpx", "httpx2", "httpcore"):
+    except Exception as error:
+        # The hub client's transport errors share no public base class with its own.
+        if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in TRANSPORTS:
             raise
-        return None, None
-    return info.sha, [item.rfilename for item in info.siblings or []]
+        return None
+    return [item.rfilename for item in info.siblings or []]

@@ -68,7 +68,7 @@ def check_shape(params: SmolLM2MoE, width: int, layers: int) -> int:
     return routed // params.experts
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def upcycle(
     dense: LlamaForCausalLM, batches: Sequence[torch.Tensor], params: SmolLM2MoE
 ) -> tuple[Qwen2MoeForCausalLM, list[LayerFit]]:
