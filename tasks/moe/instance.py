@@ -40,6 +40,7 @@ from tasks.quant.formats import (
 from tasks.quant.grid import Grid, scale_dtype
 from tasks.quant.methods import quantize
 from tasks.quant.size import ideal_bytes, relative_error_parts
+from tasks.quant.threads import side_by_side
 
 SIDE_FILES = (
     "generation_config.json",
@@ -106,9 +107,9 @@ def write_experts(
             if tuple(weights.shape) != stack.shape:
                 got, expected = list(weights.shape[1:]), list(stack.shape[1:])
                 raise InputError(f"{source.folder}: '{stack.names[0]}' is {got}, config.json says {expected}")
-            finite = torch.isfinite(weights).flatten(1).all(dim=1)
-            if not finite.all():
-                broken = stack.names[int(finite.logical_not().nonzero()[0])]
+            finite = side_by_side(lambda weight: bool(torch.isfinite(weight).all()), weights)
+            if not all(finite):
+                broken = stack.names[finite.index(False)]
                 raise InputError(
                     f"{source.folder}: '{broken}' holds NaN or infinity: expected finite weights"
                 )

@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from tasks.contracts import InputError
 from tasks.quant.grid import ZERO_POINT_DTYPE, Grid, QuantizedMatrix
 from tasks.quant.pack import pack, packed_words, unpack
+from tasks.quant.threads import side_by_side
 
 EXPERTS_FILE = "model-experts.safetensors"
 REST_FILE = "model-rest.safetensors"
@@ -108,7 +109,7 @@ def packed_entries(
 
 def packed_tensors(quantized: QuantizedMatrix, keys: Sequence[str]) -> dict[str, torch.Tensor]:
     """The tensors of `packed_entries` for the E matrices of a stack, one key each, in order."""
-    words = pack(quantized.codes, quantized.grid.num_bits)
+    words = side_by_side(lambda codes: pack(codes, quantized.grid.num_bits), quantized.codes)
     tensors: dict[str, torch.Tensor] = {}
     for expert, key in enumerate(keys):
         tensors[f"{key}.weight_packed"] = words[expert]

@@ -7,13 +7,13 @@ A dequantized weight is rounded to those 16 bits too, and so equals what such an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from tasks.contracts import InputError
+from tasks.quant.threads import side_by_side
 
 ZERO_POINT_DTYPE = torch.float16
 CHUNK_VALUES = 2**17  # weights fitted at once: a constant, so that results never depend on the machine
@@ -119,7 +119,7 @@ def quantize_groups(weights: torch.Tensor, grid: Grid, fit: Fit, name: str = "ma
             raise InputError(f"{name}: a group's scale or zero point does not fit into 16 bits")
         codes[part] = encode(groups, scales[part].float(), zeros[part].float(), grid)
 
-    _each_on_one_thread(fit_chunk, range(0, len(flat), step))
+    side_by_side(fit_chunk, range(0, len(flat), step))
     shape = (experts, rows, count)
     return QuantizedMatrix(
         grid,
@@ -127,18 +127,6 @@ def quantize_groups(weights: torch.Tensor, grid: Grid, fit: Fit, name: str = "ma
         scales.view(shape),
         None if grid.symmetric else zeros.view(shape),
     )
-
-
-def _each_on_one_thread(work: Callable[[int], None], items: Sequence[int]) -> None:
-    """Run `work` on torch's number of threads, an item on each. Many small operations that each wait for all threads
-    are several times slower than this on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, items))  # raises what an item raised
-    finally:
-        torch.set_num_threads(threads)
 
 
 def dequantize(

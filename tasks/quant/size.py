@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tasks.quant.grid import Grid, QuantizedMatrix
+from tasks.quant.grid import Grid, QuantizedMatrix, dequantize
 from tasks.quant.pack import packed_words
+from tasks.quant.threads import side_by_side
 
 SIDE_BITS = 16  # of a scale, and of a zero point
 
@@ -28,15 +29,13 @@ def stored_bytes(shape: tuple[int, int, int], grid: Grid) -> int:
 def relative_error_parts(weights: torch.Tensor, quantized: QuantizedMatrix) -> tuple[float, float]:
     """Squared Frobenius norms of (weights − dequantized) and of weights [E, out, in], one expert at a
     time."""
-    error = total = 0.0
-    for expert, weight in enumerate(weights):
-        original = weight.double()
-        one = QuantizedMatrix(
-            quantized.grid,
-            quantized.codes[expert],
-            quantized.scale[expert],
-            None if quantized.zero_point is None else quantized.zero_point[expert],
-        )
-        error += float((original - one.dequantize().double()).square().sum())
-        total += float(original.square().sum())
-    return error, total
+
+    def parts(expert: int) -> tuple[float, float]:
+        original = weights[expert].float()
+        zero_point = None if quantized.zero_point is None else quantized.zero_point[expert]
+        back = dequantize(quantized.codes[expert], quantized.scale[expert], zero_point, quantized.grid)
+        error = (original - back.float()).square_().sum(dtype=torch.float64)
+        return float(error), float(original.square().sum(dtype=torch.float64))
+
+    found = side_by_side(parts, range(len(weights)))
+    return sum(error for error, _ in found), sum(total for _, total in found)
