@@ -36,7 +36,8 @@ def forward_tokens(params: Params) -> dict[str, int]:
     requests = params.prepare_requests
     tokens: dict[str, int] = {}
     if params.prepare_reference.source == "smollm2-moe":
-        tokens["prepare_reference"] = params.prepare_reference.smollm2_moe.upcycling_tokens
+        upcycled = params.prepare_reference.smollm2_moe
+        tokens["prepare_reference"] = upcycled.upcycling_tokens + 2 * upcycled.check_tokens
     tokens["measure_experts"] = requests.calibration_tokens
     for name in params.build_variants.variants:
         tokens[f"build_variants@{name}"] = requests.calibration_tokens

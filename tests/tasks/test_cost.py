@@ -36,7 +36,8 @@ def test_forward_tokens_by_hand(params):
     assert tokens["evaluate_reference"] == tokens["evaluate_variants@rq"] == 11_600
     # (3 repeats + 1 warm-up) x (reference + 3 instances) x (256 + 16)
     assert tokens["measure_throughput"] == 4_352
-    assert tokens["prepare_reference"] == 8_192
+    # upcycling, and the losses of the dense and the upcycled model on 1,536 tokens
+    assert tokens["prepare_reference"] == 8_192 + 2 * 1_536
     assert tokens["measure_experts"] == tokens["build_variants@rq"] == 4_096
     assert len(tokens) == 1 + 2 + 4 + 1 + 5
 
