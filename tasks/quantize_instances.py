@@ -28,13 +28,7 @@ from tasks.quant.grid import Grid
 VERSION = 1
 
 
-def run(
-    reference: str | Path,
-    output: str | Path,
-    bits: int,
-    params: QuantizeInstances,
-    trust_remote_code: bool = False,
-) -> dict[str, Any]:
+def run(reference: str | Path, output: str | Path, bits: int, params: QuantizeInstances) -> dict[str, Any]:
     """Write the instance folder `output` and return its manifest.
 
     Raises InputError, before any quantization, for a reference without MoE layers, an expert that the
@@ -42,7 +36,7 @@ def run(
     """
     reference = Path(reference)
     grid = Grid(bits, params.group_size, params.symmetric)
-    model = skeleton(reference, trust_remote_code)
+    model = skeleton(reference)
     source = CheckpointTensors(reference)
     stacks = expert_stacks(model, source)
     with replacing_folder(output) as folder:
