@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,20 +17,12 @@ from safetensors import SafetensorError
 from tasks.contracts import InputError
 from tasks.params import ParamsError
 
-# Telemetry is off before any library that has some is imported (MLflow ignores DO_NOT_TRACK=1).
-os.environ.update(
-    DO_NOT_TRACK="true",
-    MLFLOW_DISABLE_TELEMETRY="true",
-    HF_HUB_DISABLE_TELEMETRY="1",
-    TOKENIZERS_PARALLELISM="false",
-)
-
 Item = TypeVar("Item")
 
 
 def run_step(main: Callable[..., None]) -> None:
     """Run a step's `main` as a command; expected errors end in one line and exit status 1, bugs in a traceback."""
-    name = Path(sys.argv[0]).stem
+    name = " ".join([Path(sys.argv[0]).stem, *sys.argv[1:]])
 
     @functools.wraps(main)
     def guarded(*args: object, **options: object) -> None:
@@ -51,7 +42,10 @@ def run_step(main: Callable[..., None]) -> None:
         except SafetensorError as error:
             if "os error" not in str(error):  # safetensors wraps what the operating system says
                 raise
-            print(f"{name}: error: {error}; nothing that existed was replaced: make room and run again", file=sys.stderr)
+            print(
+                f"{name}: error: {error}; nothing that existed was replaced: make room and run again",
+                file=sys.stderr,
+            )
             raise typer.Exit(1) from None
         print(f"{name}: done in {time.monotonic() - started:.1f} s", file=sys.stderr)
 

@@ -46,7 +46,7 @@ def run(reference: Path, params: PrepareRequests, folder: Path) -> dict[str, Any
     )
     calibration = companions.calibration(calibration_rows, tokens, params.calibration_tokens)
     texts, text_tokens = companions.held_out_text(text_rows, tokens, params.perplexity_tokens)
-    questions = companions.questions(question_rows, tokens, params.questions, params.question_tokens)
+    questions = companions.questions(question_rows, tokens, params)
     metrics = {
         "source": params.source,
         "requests": len(requests),
@@ -62,6 +62,7 @@ def run(reference: Path, params: PrepareRequests, folder: Path) -> dict[str, Any
         "calibration_tokens": sum(len(ids) for _, ids in calibration),
         "perplexity_tokens": text_tokens,
         "questions": len(questions),
+        "question_mean_tokens": float(np.mean([len(tokens.sequence(item.prompt)) for _, item in questions])),
         "version": VERSION,
     }
     with replacing_folder(folder) as new:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_run import make_workspace, small_params, stages
+from tests.tiny_run import make_workspace, small_params, stages
 
 STEPS = sorted({step for step, _ in stages(small_params())})
 FORKS = multiprocessing.get_context("forkserver")
@@ -65,7 +65,12 @@ def run(folder: Path, step: str, item: str | None, fate: str, log: Path) -> tupl
 
 def digest(folder: Path) -> dict[str, str]:
     """Hash of every file of artifacts/ and metrics/, timings left out."""
-    files = [path for root in ("artifacts", "metrics") for path in sorted((folder / root).rglob("*")) if path.is_file()]
+    files = [
+        path
+        for root in ("artifacts", "metrics")
+        for path in sorted((folder / root).rglob("*"))
+        if path.is_file()
+    ]
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in files
@@ -88,7 +93,8 @@ def workspace(tmp_path_factory, tiny_reference):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("step", "item"), [stage for stage in stages(small_params(quantize_instances__bits=[3, 4])) if stage[1] != "4"]
+    ("step", "item"),
+    [stage for stage in stages(small_params(quantize_instances__bits=[3, 4])) if stage[1] != "4"],
 )
 def test_a_stage_survives_a_full_disk_and_a_kill(workspace, step, item, tmp_path):
     expected = digest(workspace)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_run import ROOT, make_workspace, small_params, stages
+from tests.tiny_run import ROOT, make_workspace, small_params, stages
 
 
 def run_stage(step: str, item: str | None) -> None:
@@ -27,7 +27,9 @@ def run_stage(step: str, item: str | None) -> None:
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory, tiny_reference):
     """The artifacts and metrics of a whole run on the trained tiny checkpoint."""
-    params = small_params(prepare_reference__source="path", prepare_reference__path__folder=str(tiny_reference))
+    params = small_params(
+        prepare_reference__source="path", prepare_reference__path__folder=str(tiny_reference)
+    )
     folder = make_workspace(tmp_path_factory.mktemp("pipeline"), params)
     before = Path.cwd()
     os.chdir(folder)
@@ -106,7 +108,9 @@ def repro_workspace(tmp_path_factory, tiny_reference):
     for name in ("tasks", "flows", ".dvc", "dvc.yaml", "pyproject.toml", "README.md", ".dvcignore"):
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "tmp", "cache"))
+            shutil.copytree(
+                source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "tmp", "cache")
+            )
         else:
             shutil.copy(source, folder)
     params = small_params(

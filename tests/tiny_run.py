@@ -14,14 +14,15 @@ SMALL = {
     "runtime.threads": 1,
     "prepare_requests.source": "synthetic",
     "prepare_requests.count": 96,
-    "prepare_requests.mean_tokens": 96,
-    "prepare_requests.prompt_tokens": 96,
+    "prepare_requests.mean_tokens": 160,
+    "prepare_requests.prompt_tokens": 192,
     "prepare_requests.response_tokens": 32,
     "prepare_requests.long_prompt_tokens": 32,
     "prepare_requests.long_share": 0.0,
     "prepare_requests.calibration_tokens": 1024,
     "prepare_requests.perplexity_tokens": 256,
     "prepare_requests.questions": 8,
+    "prepare_requests.question_mean_tokens": 128,
     "quantize_instances.method": "rtn",
     "quantize_instances.group_size": 0,
     "build_variants.variants.rq.group_size": 32,
@@ -57,7 +58,10 @@ def stages(params: dict[str, Any]) -> list[tuple[str, str | None]]:
 def small_params(**overrides: Any) -> dict[str, Any]:
     """params.yaml with the SMALL values and then `overrides` (dots written as double underscores) applied."""
     params = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-    for path, value in {**SMALL, **{key.replace("__", "."): value for key, value in overrides.items()}}.items():
+    for path, value in {
+        **SMALL,
+        **{key.replace("__", "."): value for key, value in overrides.items()},
+    }.items():
         *sections, key = path.split(".")
         place = params
         for section in sections:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tasks.contracts import InputError
+from tasks.params import PrepareRequests
 from tasks.sources import split
 from tasks.sources.rows import Question, Row
 from tasks.sources.tokens import TokenRow, Tokens
@@ -66,20 +67,34 @@ def held_out_text(rows: Iterable[Row], tokens: Tokens, wanted: int) -> tuple[lis
     )
 
 
-def questions(rows: Iterable[Row], tokens: Tokens, wanted: int, limit: int) -> list[tuple[str, Question]]:
-    """The first `wanted` questions of at most `limit` tokens."""
-    found: list[tuple[str, Question]] = []
-    for row in rows:
-        if len(found) == wanted:
-            return found
-        if row.question and len(tokens.sequence(row.question.prompt)) <= limit:
-            found.append((row.id, row.question))
-    if len(found) < wanted:
+def questions(rows: Iterable[Row], tokens: Tokens, params: PrepareRequests) -> list[tuple[str, Question]]:
+    """The first `questions` of at most `question_tokens`; the longest give way until the mean is kept.
+
+    Raises InputError where the source has too few, or none short enough for `question_mean_tokens`.
+    """
+    wanted, limit = params.questions, params.question_tokens
+    sized = [
+        (len(tokens.sequence(row.question.prompt)), row.id, row.question) for row in rows if row.question
+    ]
+    fitting = [item for item in sized if item[0] <= limit]
+    if len(fitting) < wanted:
         raise InputError(
-            f"{wanted} questions wanted, but the source has {len(found)} of at most {limit} tokens: lower "
-            f"prepare_requests.questions to {len(found)}, or raise question_tokens"
+            f"{wanted} questions wanted, but the source has {len(fitting)} of at most {limit} tokens: lower "
+            f"prepare_requests.questions to {len(fitting)}, or raise question_tokens"
         )
-    return found
+    kept, spare = fitting[:wanted], fitting[wanted:]
+    while sum(size for size, *_ in kept) > wanted * params.question_mean_tokens:
+        longest = max(kept, key=lambda item: item[0])
+        shorter = next((item for item in spare if item[0] < longest[0]), None)
+        if shorter is None:
+            least = sum(sorted(size for size, *_ in fitting)[:wanted]) / wanted
+            raise InputError(
+                f"question_mean_tokens is {params.question_mean_tokens}, but {wanted} questions have "
+                f"{least:.1f} tokens each at least: raise it, or lower prepare_requests.questions"
+            )
+        kept[kept.index(longest)] = shorter
+        spare.remove(shorter)
+    return [(row_id, question) for _, row_id, question in kept]
 
 
 def _same(text: str, other: str) -> bool:

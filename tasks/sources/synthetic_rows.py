@@ -24,7 +24,7 @@ def corpus(params: PrepareRequests) -> Corpus:
             _rows("calibration", CALIBRATION, params.calibration_tokens // TOKENS_OF_A_ROW), seen
         ),
         text=_fresh(_rows("text", TEXT, params.perplexity_tokens // TOKENS_OF_A_ROW), seen),
-        questions=_fresh(_choices(params.questions), seen),
+        questions=_fresh(_choices(2 * params.questions), seen),  # some are too long to be kept
     )
 
 

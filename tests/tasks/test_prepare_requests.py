@@ -37,6 +37,7 @@ def params(**changes) -> PrepareRequests:
         "calibration_tokens": 900,
         "perplexity_tokens": 600,
         "questions": 12,
+        "question_mean_tokens": 10**4,
         "question_tokens": 300,
     }
     return load_params().prepare_requests.model_copy(update={**small, **changes})

@@ -1,10 +1,12 @@
 import pytest
 
 from tasks.contracts import InputError
+from tasks.params import load_params
 from tasks.sources import companions
 from tasks.sources.rows import Question, Row
 from tasks.sources.tokens import TokenRow, Tokens
 from tests.seeded_models import seeded_tokenizer
+from tests.tiny_run import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +52,29 @@ def test_questions_are_short_enough_or_refused(tokens):
     rows = [
         Row(name, "stem", "mmlu", "", "", item) for name, item in (("a", long), ("b", short), ("c", short))
     ]
-    assert [row_id for row_id, _ in companions.questions(rows, tokens, 2, 60)] == ["b", "c"]
+    assert [row_id for row_id, _ in companions.questions(rows, tokens, asked(2, 60, 60))] == ["b", "c"]
     with pytest.raises(InputError, match="3 questions wanted, but the source has 2 of at most 60 tokens"):
-        companions.questions(rows, tokens, 3, 60)
+        companions.questions(rows, tokens, asked(3, 60, 60))
     assert short.prompt == "1 + 1?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:"
+
+
+def test_the_longest_question_gives_way_until_the_mean_is_kept(tokens):
+    sizes = {"a": 9, "b": 1, "c": 4, "d": 2}
+    rows = [
+        Row(name, "stem", "mmlu", "", "", Question("maths", "why? " * size, ("1", "2", "3", "4"), 1))
+        for name, size in sizes.items()
+    ]
+    length = {row.id: len(tokens.sequence(row.question.prompt)) for row in rows}
+    mean = (length["b"] + length["c"]) // 2  # a and b come first; a gives way to c, the next that is shorter
+    assert [row_id for row_id, _ in companions.questions(rows, tokens, asked(2, 999, mean))] == ["c", "b"]
+    with pytest.raises(InputError, match="tokens each at least: raise it"):
+        companions.questions(rows, tokens, asked(2, 999, length["b"] - 1))
+
+
+def asked(questions: int, limit: int, mean: int):
+    params = load_params(ROOT / "params.yaml").prepare_requests
+    wanted = {"questions": questions, "question_tokens": limit, "question_mean_tokens": mean}
+    return params.model_copy(update=wanted)
 
 
 def test_rows_that_a_request_quotes_are_left_out():
