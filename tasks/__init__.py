@@ -1,4 +1,4 @@
-"""The steps of the pipeline (verbs) and what they know (nouns). The environment is set here, before any library reads it."""
+"""The steps of the pipeline (verbs) and what they know (nouns); the environment is set before any library reads it."""
 
 import os
 
@@ -9,5 +9,5 @@ os.environ.update(
     HF_HUB_DISABLE_TELEMETRY="1",
     TOKENIZERS_PARALLELISM="false",
 )
-# Waiting threads sleep: on a machine that does other work too, threads that spin made small matrix products 25 times slower.
+# Waiting threads sleep: beside other work, threads that spin made small matrix products 25 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

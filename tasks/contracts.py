@@ -1,6 +1,7 @@
 """What crosses a step's border: file layouts, shapes and units. numpy only, so that reading one never loads torch.
 
-Shapes: L MoE layers in depth order, E experts per layer, k picks per token, R requests, N predictions, T prefilled tokens.
+Shapes: L MoE layers in depth order, E experts per layer, k picks per token, R requests, N predictions,
+T prefilled tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def replacing_file(path: str | Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -71,8 +72,8 @@ def replacing_folder(path: str | Path) -> Iterator[Path]:
         yield temporary
         temporary.chmod(0o755)
         if path.exists():  # a folder cannot be replaced in one step: move the old one aside for that instant
-            os.rename(path, temporary.with_suffix(".old.tmp"))
-        os.replace(temporary, path)
+            path.rename(temporary.with_suffix(".old.tmp"))
+        temporary.replace(path)
         shutil.rmtree(temporary.with_suffix(".old.tmp"), ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -162,7 +163,9 @@ class TokenScores:
 
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.ids) + 1 or len(self.nll) != self.offset[-1]:
-            raise ValueError(f"{len(self.ids)} ids, {len(self.offset)} offsets, {len(self.nll)} losses do not match")
+            raise ValueError(
+                f"{len(self.ids)} ids, {len(self.offset)} offsets, {len(self.nll)} losses do not match"
+            )
 
     def scored(self, row: int, part: str) -> slice:
         """The predictions of request `row` that count for part "prompt" or "response"."""
@@ -179,7 +182,10 @@ class TokenScores:
         arrays = {"offset": self.offset, "prompt_length": self.prompt_length, "nll": self.nll}
         if self.kl is not None:
             arrays["kl"] = self.kl
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / "scores.safetensors")
+        save_file(
+            {name: np.ascontiguousarray(array) for name, array in arrays.items()},
+            folder / "scores.safetensors",
+        )
         write_json(folder / "ids.json", self.ids)
 
     @classmethod
@@ -196,7 +202,9 @@ class PrefillRouting:
     offset: np.ndarray  # [R + 1] into T; request r owns tokens offset[r] : offset[r + 1], bos included
     index: np.ndarray  # [T, L, k] uint16, selected experts
     weight: np.ndarray  # [T, L, k] float32, routing weights as the model applies them
-    gate_prob: np.ndarray  # [T, L, k] float32, softmax over all E of the unflattened logits, at the selected experts
+    gate_prob: (
+        np.ndarray
+    )  # [T, L, k] float32, softmax over all E of the unflattened logits, at the selected experts
     router_row_norm: np.ndarray  # [L, E] L2 norm of each expert's router row, divided by its layer's mean
 
     def save(self, folder: str | Path) -> None:

@@ -277,8 +277,6 @@ def _keys_beside(loc: tuple[Any, ...]) -> list[str]:
     model: Any = Params
     for part in loc[:-1]:
         field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
-        if field is None:
-            model = Variant  # build_variants.variants.<name>: the only section keyed by free names
-        else:
-            model = field.annotation
+        # build_variants.variants.<name> is the only section keyed by free names
+        model = Variant if field is None else field.annotation
     return sorted(getattr(model, "model_fields", {}))

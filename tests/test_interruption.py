@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from tests.tiny_run import make_workspace, small_params, stages
 
 STEPS = sorted({step for step, _ in stages(small_params())})
@@ -24,7 +25,7 @@ FORKS.set_forkserver_preload([f"tasks.{step}" for step in STEPS])
 
 
 def child(folder: str, step: str, item: str | None, fate: str, log: str) -> None:
-    """Run a stage as its command does. Fate: 'live', 'full' (no file over 200 bytes) or 'killed' (at its first output)."""
+    """Run a stage like its command. Fate: 'live', 'full' (no file over 200 bytes), 'killed' (at its first output)."""
     import importlib
 
     from tasks.console import run_step
@@ -34,7 +35,7 @@ def child(folder: str, step: str, item: str | None, fate: str, log: str) -> None
     reader, writer = os.pipe()
     if os.fork() == 0:  # the log is copied by a process without the limit
         os.close(writer)
-        with open(reader, "rb") as source, open(log, "wb") as target:
+        with os.fdopen(reader, "rb") as source, Path(log).open("wb") as target:
             shutil.copyfileobj(source, target)
         os._exit(0)
     os.close(reader)
@@ -44,14 +45,14 @@ def child(folder: str, step: str, item: str | None, fate: str, log: str) -> None
     if fate == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
     if fate == "killed":
-        replace = os.replace
+        replace = Path.replace
 
-        def replace_or_die(source, target, **options):
+        def replace_or_die(source, target):
             if "artifacts" in str(target) or "metrics" in str(target):
                 os.kill(os.getpid(), signal.SIGKILL)
-            replace(source, target, **options)
+            return replace(source, target)
 
-        os.replace = replace_or_die
+        Path.replace = replace_or_die
     run_step(main)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from tests.tiny_run import ROOT, make_workspace, small_params, stages
 
 

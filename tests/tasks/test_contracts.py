@@ -47,7 +47,7 @@ def test_what_a_killed_run_left_is_cleaned_up(tmp_path):
 def test_json_is_sorted_rounded_and_finite(tmp_path):
     write_json(tmp_path / "a.json", {"b": np.float64(1 / 3), "a": np.array([1, 2]), "c": (np.int64(3), True)})
     assert (tmp_path / "a.json").read_text().split() == (
-        '{ "a": [ 1, 2 ], "b": 0.333333, "c": [ 3, true ] }'.split()
+        ["{", '"a":', "[", "1,", "2", "],", '"b":', "0.333333,", '"c":', "[", "3,", "true", "]", "}"]
     )
     with pytest.raises(ValueError, match="Out of range"):
         write_json(tmp_path / "a.json", {"a": float("nan")})

@@ -31,7 +31,11 @@ def test_the_default_is_valid():
         ("quantize_instances.bits", [2, 2], "bits has a width twice"),
         ("quantize_instances.group_size", "64", "got '64'"),
         ("runtime.threads", 0, "greater than 0, got 0"),
-        ("calibrate_fwp.scorer", "W8", "'W8', which is not in the pool: one of ['reference', 'W2', 'W3', 'W4']"),
+        (
+            "calibrate_fwp.scorer",
+            "W8",
+            "'W8', which is not in the pool: one of ['reference', 'W2', 'W3', 'W4']",
+        ),
         ("prepare_reference.smollm2_moe.top_k", 17, "top_k is 17, but there are only 16 experts"),
         ("prepare_reference.source", "path", "path.folder is empty"),
         ("prepare_requests.holdout_share", 1.0, "less than 1"),
