@@ -52,6 +52,8 @@ def replacing_file(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it replaces `path`, on failure it is removed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    for stale in path.parent.glob(f".{path.name}.*.tmp"):  # left by a killed run
+        stale.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary

@@ -6,17 +6,19 @@ Children are forked from a server that has imported the steps once, so that a st
 from __future__ import annotations
 
 import hashlib
+import importlib
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tasks.console import run_step
 from tests.tiny_run import make_workspace, small_params, stages
 
 STEPS = sorted({step for step, _ in stages(small_params())})
@@ -24,23 +26,13 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([f"tasks.{step}" for step in STEPS])
 
 
-def child(folder: str, step: str, item: str | None, fate: str, log: str) -> None:
+def child(folder: str, step: str, item: str | None, fate: str, log: Connection) -> None:
     """Run a stage like its command. Fate: 'live', 'full' (no file over 200 bytes), 'killed' (at its first output)."""
-    import importlib
-
-    from tasks.console import run_step
-
     os.chdir(folder)
     sys.argv = [f"{step}.py", *([item] if item else [])]
-    reader, writer = os.pipe()
-    if os.fork() == 0:  # the log is copied by a process without the limit
-        os.close(writer)
-        with os.fdopen(reader, "rb") as source, Path(log).open("wb") as target:
-            shutil.copyfileobj(source, target)
-        os._exit(0)
-    os.close(reader)
-    os.dup2(writer, 1)
-    os.dup2(writer, 2)
+    os.dup2(log.fileno(), 1)  # a pipe: the limit on files does not cut the log
+    os.dup2(log.fileno(), 2)
+    log.close()
     main = importlib.import_module(f"tasks.{step}").main
     if fate == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
@@ -56,12 +48,18 @@ def child(folder: str, step: str, item: str | None, fate: str, log: str) -> None
     run_step(main)
 
 
-def run(folder: Path, step: str, item: str | None, fate: str, log: Path) -> tuple[int, str]:
-    process = FORKS.Process(target=child, args=(str(folder), step, item, fate, str(log)))
+def run(folder: Path, step: str, item: str | None, fate: str) -> tuple[int, str]:
+    """Exit status (minus the signal) and everything printed."""
+    reader, writer = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=child, args=(str(folder), step, item, fate, writer))
     process.start()
-    process.join(120)
-    assert process.exitcode is not None, f"{step} {item}: still running"
-    return process.exitcode, log.read_text(errors="replace") if log.exists() else ""
+    writer.close()
+    log = b""
+    while part := os.read(reader.fileno(), 65536):
+        log += part
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode, log.decode(errors="replace")
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -87,7 +85,7 @@ def workspace(tmp_path_factory, tiny_reference):
     )  # fmt: skip
     folder = make_workspace(tmp_path_factory.mktemp("interruption"), params)
     for step, item in stages(params):
-        code, log = run(folder, step, item, "live", folder / "log")
+        code, log = run(folder, step, item, "live")
         assert code == 0, log
     return folder
 
@@ -97,19 +95,19 @@ def workspace(tmp_path_factory, tiny_reference):
     ("step", "item"),
     [stage for stage in stages(small_params(quantize_instances__bits=[3, 4])) if stage[1] != "4"],
 )
-def test_a_stage_survives_a_full_disk_and_a_kill(workspace, step, item, tmp_path):
+def test_a_stage_survives_a_full_disk_and_a_kill(workspace, step, item):
     expected = digest(workspace)
 
-    code, log = run(workspace, step, item, "full", tmp_path / "full")
+    code, log = run(workspace, step, item, "full")
     assert code == 1, log
     assert "run again" in log, log
     assert "Traceback" not in log, log
     assert digest(workspace) == expected, "a full disk changed what existed"
 
-    code, _ = run(workspace, step, item, "killed", tmp_path / "killed")
+    code, _ = run(workspace, step, item, "killed")
     assert code == -signal.SIGKILL
 
-    code, log = run(workspace, step, item, "live", tmp_path / "live")
+    code, log = run(workspace, step, item, "live")
     assert code == 0, log
     assert digest(workspace) == expected
     assert not list(workspace.rglob("*.tmp")), "temporary files are left"
