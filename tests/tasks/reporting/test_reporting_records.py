@@ -35,7 +35,7 @@ def test_what_does_not_apply_is_absent(by_name):
     policy_only = {"multiplier", "budget_kept"}
     assert nine(by_name["reference"]) == set(NINE_KEYS) - policy_only - {"dnll_mean", "kl_mean"}
     assert nine(by_name["W3"]) == set(NINE_KEYS) - policy_only
-    assert nine(by_name["rq"]) == set(NINE_KEYS) - policy_only - {"kl_mean"}
+    assert nine(by_name["rq"]) == set(NINE_KEYS) - policy_only - {"dnll_mean", "kl_mean"}
     assert nine(by_name["lp_fwp"]) == {"size_gib", "dnll_mean", "kl_mean", "multiplier", "budget_kept"}
 
 
