@@ -131,14 +131,19 @@ def variant_verdicts(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def accuracy_verdict(metrics: Mapping[str, Any], name: str) -> str:
-    """Holds, broken or cannot tell: the claim against a 95 % interval of the paired difference."""
+    """Holds, broken or cannot tell: the claim against a 95 % interval of the paired difference.
+
+    The interval is at least what n questions without one change leave open: 1 - 0.025^(1/n), the exact bound on a
+    rate of which nothing was seen. With 100 questions that is 3.6 points, so they cannot settle a claim of 0.6.
+    """
     tasks = metrics.get("benchmarks", {}).get(name, {}).get("tasks", {})
     choice = [task for task in tasks.values() if "accuracy" in task]
     errors = [task["difference_stderr"] for task in choice if "difference_stderr" in task]
     change = benchmark(metrics, name)["difference"]
     if change is None or not errors:
         return ""
-    margin = 1.96 * sum(error**2 for error in errors) ** 0.5 / len(errors)
+    unseen = 1 - 0.025 ** (1 / sum(task["n"] for task in choice))
+    margin = max(1.96 * sum(error**2 for error in errors) ** 0.5 / len(errors), unseen)
     if change - margin > -CLAIMED_POINTS:
         word = "holds"
     elif change + margin < -CLAIMED_POINTS:

@@ -50,16 +50,24 @@ def test_a_predictor_is_better_only_where_intervals_are_apart(ours, rival, said)
 @pytest.mark.parametrize(
     ("change", "stderr", "word"),
     [
-        (0.0, 0.002, "holds"),  # 0 - 0.39 points: above -0.6
+        (0.0, 0.002, "holds"),  # 0 - 0.39 points: above -0.6; 2000 questions leave 0.18 open
         (-0.05, 0.01, "is broken"),  # -5 + 1.96 points: below -0.6
         (-0.01, 0.03, "cannot be told"),  # -1 ± 5.9 points
     ],
 )
 def test_accuracy_claim(change, stderr, word):
-    task = {"accuracy": 0.4, "stderr": 0.05, "difference": change, "difference_stderr": stderr}
+    task = {"accuracy": 0.4, "stderr": 0.05, "n": 2000, "difference": change, "difference_stderr": stderr}
     text = {"nll": 2.9, "difference": 0.1, "difference_stderr": 9.0}  # not an accuracy: does not count
     metrics = {"benchmarks": {"rq": {"tasks": {"mmlu": task, "text": text}}}}
     assert word in verdicts.accuracy_verdict(metrics, "rq")
+
+
+def test_a_hundred_questions_without_one_change_cannot_settle_the_claim():
+    # 1 - 0.025^(1/100) = 1 - exp(-3.689 / 100) = 0.0362: up to 3.6 points may be lost unseen
+    task = {"accuracy": 0.4, "stderr": 0.05, "n": 100, "difference": 0.0, "difference_stderr": 0.0}
+    said = verdicts.accuracy_verdict({"benchmarks": {"rq": {"tasks": {"mmlu": task}}}}, "rq")
+    assert "cannot be told" in said
+    assert "± 3.6" in said
 
 
 def test_damage_that_does_not_grow_is_said_so():
