@@ -207,15 +207,14 @@ def shape_from_config(config: Mapping[str, Any], origin: str) -> ModelShape:
 
 # --- stages -------------------------------------------------------------------------------------------------
 
-# Orders of magnitude on 2 cores, to be set from a whole run's times. A prefill of small experts was seen to
-# reach about half the speed of a large matrix product (272 tokens/s of the default model on two busy cores),
-# upcycling about 90 s for 8,192 tokens, hqq 4 million weights a second; the fixed parts are guesses.
-FORWARD_EFFICIENCY = 0.5
+# Set from one whole run of the default on 2 idle cores at 126 Gflop/s (`matrix_gflops`): the reference's scores took
+# 87 s for 26,334 tokens, upcycling 103 s, an instance's hqq 6 to 8 s, the steps without a model 1 to 8 s.
+FORWARD_EFFICIENCY = 0.55
 START_SECONDS = 8.0  # interpreter, torch and transformers, reading a small checkpoint, DVC's hashing
-UPCYCLING_SECONDS_PER_TOKEN = 0.011  # partition, router and ridge refits, without the forwards
-HQQ_WEIGHTS_PER_SECOND = 4e6  # of one core
+UPCYCLING_SECONDS_PER_TOKEN = 0.004  # partition, router and ridge refits, without the forwards
+HQQ_WEIGHTS_PER_SECOND = 8e6
 RTN_WEIGHTS_PER_SECOND = 1e8
-FIXED_SECONDS = {"prepare_requests": 20.0, "calibrate_fwp": 30.0, "solve_routing": 15.0, "track_runs": 30.0}
+FIXED_SECONDS = {"prepare_requests": 8.0, "calibrate_fwp": 9.0, "solve_routing": 5.0, "track_runs": 14.0}
 INTERPRETER_BYTES = 0.8e9  # torch, transformers and lm-eval loaded, no model
 
 
@@ -254,6 +253,8 @@ def stage_cost(name: str, params: Params, shape: ModelShape, gflops: float) -> S
         disk = shape.size_bytes(16)
         memory = model_bytes * _physical_share(params.build_variants.variants[item], shape)
     elif step in ("score_reference", "score_requests"):
+        if step == "score_requests":  # the reference's lm_head once more, for KL
+            seconds += 2.0 * shape.hidden * shape.vocabulary * tokens / (gflops * 1e9 * FORWARD_EFFICIENCY)
         memory = model_bytes + hidden_bytes + logits_bytes
         routing = (
             10.0 * shape.moe_layers * shape.top_k * positions
