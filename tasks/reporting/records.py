@@ -11,8 +11,9 @@ from typing import Any
 from tasks.reporting.tables import benchmark, difference, instance_names
 
 # The keys that every kind of run shares, so that MLflow can put all of them into one chart. What does not
-# apply is absent, never 0. dnll_mean and kl_mean: nats per token of holdout responses, so a variant, which is
-# measured on calibration tokens, has neither. All other keys begin with "z.": MLflow's charts are sorted by key, and these nine come first.
+# apply is absent, never 0. dnll_mean and kl_mean are nats per token of holdout responses, so a variant, which
+# is measured on calibration tokens, has neither. All other keys begin with "z.": MLflow's charts are sorted by
+# key, and these nine come first.
 NINE_KEYS = (
     "size_gib", "stored_bits", "dnll_mean", "kl_mean", "accuracy", "lis_mean", "multiplier", "budget_kept",
     "tokens_per_s",
