@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.contracts import InputError
+from tasks.contracts import GIB, InputError
 from tasks.params import Params, PrepareReference, Variant
 
 SIDE_BITS = 32  # a scale and a zero point of 16 bits each per group
@@ -215,6 +215,7 @@ UPCYCLING_SECONDS_PER_TOKEN = 0.004  # partition, router and ridge refits, witho
 HQQ_WEIGHTS_PER_SECOND = 8e6
 RTN_WEIGHTS_PER_SECOND = 1e8
 FIXED_SECONDS = {"prepare_requests": 8.0, "calibrate_fwp": 9.0, "solve_routing": 5.0, "track_runs": 14.0}
+RESIDENT_BYTES = 3 * GIB  # measure_throughput keeps all models in memory up to here
 INTERPRETER_BYTES = 0.8e9  # torch, transformers and lm-eval loaded, no model
 
 
@@ -263,7 +264,8 @@ def stage_cost(name: str, params: Params, shape: ModelShape, gflops: float) -> S
     elif step in ("evaluate_reference", "evaluate_instances", "evaluate_variants"):
         memory = model_bytes + 2 * logits_bytes
     elif step == "measure_throughput":
-        memory = model_bytes * (1 + len(params.quantize_instances.bits))  # interleaved: all are resident
+        together = model_bytes * (1 + len(params.quantize_instances.bits))
+        memory = together if together <= RESIDENT_BYTES else model_bytes  # else one after the other
     elif step in FIXED_SECONDS:
         memory = 0.0
         disk = 5e6

@@ -97,3 +97,9 @@ def test_costs_scale_with_tokens_and_machine(params):
     slow, fast = (stage_cost("score_requests@3", params, shape, gflops) for gflops in (20.0, 80.0))
     assert slow.seconds > 3 * fast.seconds and slow.tokens == fast.tokens == 26_880
     assert stage_cost("score_requests@3", params, QWEN3_30B_A3B, 20.0).memory_bytes > 100 * GIB
+
+
+def test_throughput_is_planned_with_the_memory_that_it_takes():
+    from tasks import cost, measure_throughput
+
+    assert cost.RESIDENT_BYTES == measure_throughput.RESIDENT_BYTES
