@@ -175,7 +175,6 @@ def test_small_classes_are_merged_and_said(reference, tmp_path, capsys):
 
 
 @pytest.mark.shared
-@pytest.mark.skipif(not SHARED.is_file(), reason="no ../shared/data")
 def test_the_shared_requests(reference, tmp_path):
     values = jsonl_params(SHARED, min_class_size=8).model_copy(update={"count": 84})
     metrics = prepare_requests.run(reference, values, tmp_path / "requests")

@@ -67,7 +67,6 @@ def test_bad_names_and_files_are_input_errors(requests):
 
 
 @pytest.mark.shared
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
 @pytest.mark.parametrize("name", SIX)
 def test_the_shared_files_have_the_fields(name, requests):
     (benchmark,) = read([name], requests, {name: 5}, data=SHARED)

@@ -146,7 +146,6 @@ def test_perplexity_and_repeatability(loaded):
 
 
 @pytest.mark.shared
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
 def test_the_six_benchmarks_of_the_paper_run(loaded):
     model, tokenizer = loaded
     names = [name for name in SIX if name != "gsm8k"]

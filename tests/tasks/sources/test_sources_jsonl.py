@@ -62,7 +62,6 @@ def test_bytes_that_are_no_text_and_empty_files(tmp_path):
 
 
 @pytest.mark.shared
-@pytest.mark.skipif(not SHARED.is_file(), reason="no ../shared/data")
 def test_the_shared_requests_are_read():
     rows = read_rows(SHARED)
     assert len(rows) == 602
