@@ -62,6 +62,7 @@ class QuantizedMatrix:
     codes: torch.Tensor  # [E, out, in] uint8, 0 .. grid.top
     scale: torch.Tensor  # [E, out, G] float16 or bfloat16, > 0
     zero_point: torch.Tensor | None  # [E, out, G] float16, in codes; None on a symmetric grid
+    damping: torch.Tensor | None = None  # [E] float32 that gptq took per expert; None of other methods
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[E, out, in] weights in `dtype`."""
