@@ -29,8 +29,27 @@ class Section(BaseModel):
 
 
 class Runtime(Section):
+    """How a stage runs on this machine or over a cluster; no result depends on workers, engine and address."""
+
     threads: PositiveInt
     batch_tokens: PositiveInt
+    workers: PositiveInt
+    engine: Literal["processes", "dask", "ray"]
+    address: str | None
+
+    @model_validator(mode="after")
+    def _address_is_used(self) -> Runtime:
+        if self.address is not None and self.engine == "processes":
+            raise ValueError(
+                f"address is '{self.address}', but engine 'processes' works on this machine alone: "
+                "set engine to dask or ray, or address to null"
+            )
+        if self.address is not None and self.workers == 1:
+            raise ValueError(
+                f"address is '{self.address}', but with workers 1 nothing leaves this process: "
+                "set workers to the number of the cluster's workers"
+            )
+        return self
 
 
 class SmolLM2MoE(Section):
@@ -114,11 +133,21 @@ class PrepareRequests(Section):
     hub: HubSource
 
 
+class GptqCalibration(Section):
+    """Read by method gptq alone, which calibrates on the tokens of artifacts/requests."""
+
+    inputs: Literal["reference", "quantized"]
+    shrinkage: Annotated[float, Field(ge=0)]
+    damping: Annotated[float, Field(gt=0)]
+    max_fallback_share: Annotated[float, Field(ge=0, le=1)]
+
+
 class QuantizeInstances(Section):
     bits: Annotated[list[Bits], Field(min_length=1)]
-    method: Literal["hqq", "rtn"]
+    method: Literal["hqq", "rtn", "clip_search", "gptq"]
     group_size: Annotated[int, Field(ge=0)]
     symmetric: bool
+    gptq: GptqCalibration
 
     @model_validator(mode="after")
     def _bits_once(self) -> QuantizeInstances:
