@@ -11,8 +11,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from tasks.contracts import InputError, read_json
-from tasks.quant.formats import INDEX_FILE, Entry
+from tasks.contracts import InputError
+from tasks.moe.headers import StoredTensor, read_headers
+from tasks.quant.formats import Entry
 
 
 class CheckpointTensors:
@@ -23,21 +24,25 @@ class CheckpointTensors:
         self._open: dict[str, Any] = {}
 
     @cached_property
-    def files(self) -> dict[str, str]:
-        """Tensor name -> file name. Raises InputError when the folder has no safetensors or lacks a shard."""
-        index, single = self.folder / INDEX_FILE, self.folder / "model.safetensors"
-        if index.is_file():
-            files = read_json(index)["weight_map"]
-            for name in sorted(set(files.values())):
-                if not (self.folder / name).is_file():
-                    raise InputError(f"{self.folder}: shard {name} is named in {INDEX_FILE} but is not there")
-            return files
-        if not single.is_file():
+    def headers(self) -> dict[str, StoredTensor]:
+        """What the files say that they hold.
+
+        Raises InputError as `read_headers` does, and for a tensor without values: one saved from a meta
+        device, or the placeholder of a distributed optimiser.
+        """
+        headers = read_headers(self.folder)
+        empty = sorted(name for name, tensor in headers.items() if not tensor.elements)
+        if empty:
             raise InputError(
-                f"{self.folder}: no model.safetensors and no {INDEX_FILE}: expected a safetensors checkpoint"
+                f"{self.folder}: '{empty[0]}' holds no values ({len(empty)} such tensors): it was saved from a meta "
+                "device or before its parts were gathered; save the model again with its weights in memory"
             )
-        with safe_open(single, "pt") as source:
-            return dict.fromkeys(source.keys(), single.name)
+        return headers
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Tensor name -> file name. Raises InputError as `headers` does."""
+        return {name: tensor.file for name, tensor in self.headers.items()}
 
     def _source(self, name: str) -> Any:
         if name not in self.files:
@@ -88,10 +93,12 @@ def check_keys(
 def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """A folder's config.json as transformers reads it.
 
-    Raises InputError for an architecture that transformers does not know, and for one whose own code was not
-    allowed.
+    Raises InputError when it is absent or unreadable, for an architecture that transformers does not know,
+    and for one whose own code was not allowed.
     """
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: no config.json there: expected a checkpoint folder")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise InputError(f"{folder}/config.json: {error}") from None

@@ -17,9 +17,10 @@ from huggingface_hub.errors import (
 
 from tasks.console import timed
 from tasks.contracts import InputError
+from tasks.moe.headers import read_index, weight_files
 from tasks.params import HubModel
 from tasks.sources.local_model import CODE_FILES, SIDE_FILES, adopt, check_config
-from tasks.sources.shards import read_config, read_index, weight_files
+from tasks.sources.shards import read_config
 
 TRANSPORTS = ("httpx", "httpx2", "httpcore")
 

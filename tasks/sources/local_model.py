@@ -12,8 +12,9 @@ from transformers import CONFIG_MAPPING
 
 from tasks.console import track
 from tasks.contracts import InputError, project_root
+from tasks.moe.headers import INDEX, read_headers
 from tasks.params import LocalModel
-from tasks.sources.shards import INDEX, list_weights, read_config, read_tensors
+from tasks.sources.shards import list_weights, read_config
 
 # Beside the weights: configuration, tokenizer, and the papers that must travel with them.
 SIDE_FILES = (
@@ -52,7 +53,7 @@ def adopt(source: Path, folder: Path, trust_remote_code: bool) -> None:
     """
     check_config(read_config(source), str(source), trust_remote_code)
     weights = list_weights(source)
-    read_tensors(source)  # every header is read before a byte is copied
+    read_headers(source)  # every header is read before a byte is copied
     patterns = SIDE_FILES + (CODE_FILES if trust_remote_code else ())
     names = sorted(
         path.name
