@@ -18,9 +18,10 @@ from transformers.utils import logging as transformers_logging
 
 from tasks.console import run_step
 from tasks.contracts import GIB, InputError, replacing_folder, write_json
+from tasks.moe.family import check_stored
+from tasks.moe.headers import read_headers
 from tasks.moe.registry import moe_layers
 from tasks.params import PrepareReference, load_params
-from tasks.sources.shards import read_tensors
 
 VERSION = 1
 
@@ -75,17 +76,18 @@ def _trust_remote_code(params: PrepareReference) -> bool:
 def describe(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
     """Shape and size of the checkpoint in `folder`, from its configuration and the headers of its weights.
 
-    Raises InputError when the model has no MoE layers or when weights of its routed experts are missing.
+    Raises InputError when the model has no MoE layers, when weights of its routed experts are missing, and when
+    they are quantized already.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     layers = moe_layers(model)
-    tensors = read_tensors(folder)
+    tensors = read_headers(folder)
     expert_parameters = sum(matrix.numel() for layer in layers for matrix in layer.matrices().values())
-    names = {id(module): name for name, module in model.named_modules()}
-    prefixes = tuple(f"{names[id(layer.experts)]}." for layer in layers)
-    stored = [tensor for name, tensor in tensors.items() if name.startswith(prefixes)]
+    check_stored(tensors, folder.name)
+    names = {name for layer in layers for matrix in layer.matrices() for name in layer.tensors(matrix)}
+    stored = [tensor for name, tensor in tensors.items() if name in names]
     elements = sum(tensor.elements for tensor in stored)
     if elements != expert_parameters:
         raise InputError(

@@ -8,36 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tasks.moe.fused import experts_forward
+from tasks.moe.experts import run_experts
 from tasks.moe.registry import MoELayer, moe_layers
 from tasks.moe.tokens import TokenWatch
-
-MEASURED = "expertpool_measured"
-
-
-class _Tap:
-    """Stands in for an experts module while it runs, and sees the activations that its down_proj gets."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        self._experts: Any = experts
-        self.seen: list[torch.Tensor] = []  # per expert that has tokens, in order: [n, width]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._experts, name)
-
-    def _apply_gate(self, fused: torch.Tensor) -> torch.Tensor:
-        return self._keep(self._experts._apply_gate(fused))
-
-    def act_fn(self, inner: torch.Tensor) -> torch.Tensor:
-        """Only experts without a gate call it here; those with one call the module's own."""
-        return self._keep(self._experts.act_fn(inner))
-
-    def _keep(self, inner: torch.Tensor) -> torch.Tensor:
-        self.seen.append(inner)
-        return inner
 
 
 class ExpertInputs:
@@ -47,40 +21,28 @@ class ExpertInputs:
         matrices = layer.matrices()
         self.names = tuple(matrices)
         self.load = np.zeros(layer.num_experts, dtype=np.int64)  # [E]
-        self._hidden = np.zeros((layer.num_experts, next(iter(matrices.values())).shape[2]))
+        self._hidden = np.zeros((layer.num_experts, matrices["up_proj"].shape[2]))
         self._inner = np.zeros((layer.num_experts, matrices["down_proj"].shape[2]))
-        self._watch = watch
+        self._experts, self._watch = layer.experts, watch
 
     def squares(self) -> dict[str, np.ndarray]:
         """name -> [E, in]: gate_proj and up_proj read the layer's input, down_proj the gated activations."""
         return {name: self._inner if name == "down_proj" else self._hidden for name in self.names}
 
-    def run(
-        self, experts: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H], index and weight [T, k] -> [T, H]; padding gets zeros."""
         real = self._watch.of(len(hidden)).real
         hidden_real, index_real = hidden[real], index[real]
-        tap = _Tap(experts)
         output = torch.zeros_like(hidden)
-        output[real] = experts_forward(tap, hidden_real, index_real, weight[real])  # type: ignore[arg-type]
-        counts = torch.bincount(index_real.reshape(-1), minlength=len(self.load)).numpy()
-        self.load += counts
-        selected = torch.zeros(len(index_real), len(self.load), dtype=torch.float64)
-        selected.scatter_(1, index_real, 1.0)
-        self._hidden += (selected.T @ hidden_real.double().square()).numpy()
-        for expert, inner in zip(np.flatnonzero(counts), tap.seen, strict=True):
-            self._inner[expert] += inner.double().square().sum(dim=0).numpy()
+        output[real] = run_experts(self._experts, hidden_real, index_real, weight[real], self._observe)
+        selected = torch.zeros(len(index_real), len(self.load) + 1, dtype=torch.float64)
+        selected.scatter_(1, index_real, 1.0)  # the last column is for picks that reach no expert
+        self._hidden += (selected[:, :-1].T @ hidden_real.double().square()).numpy()
         return output
 
-
-def _measured_forward(
-    experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    inputs: ExpertInputs = experts.expert_inputs  # type: ignore[assignment]
-    return inputs.run(experts, hidden_states, top_k_index, top_k_weights)
-
-
-ALL_EXPERTS_FUNCTIONS.register(MEASURED, _measured_forward)
+    def _observe(self, expert: int, hidden: torch.Tensor, inner: torch.Tensor) -> None:
+        self.load[expert] += len(hidden)
+        self._inner[expert] += inner.double().square().sum(dim=0).numpy()
 
 
 @contextmanager
@@ -91,15 +53,12 @@ def measure_expert_inputs(model: Any) -> Iterator[list[ExpertInputs]]:
     model; padding gets zeros from the routed experts.
     """
     layers, watch = moe_layers(model), TokenWatch(model)
-    before = model.config._experts_implementation
     inputs = [ExpertInputs(layer, watch) for layer in layers]
     for layer, own in zip(layers, inputs, strict=True):
-        layer.experts.expert_inputs = own  # type: ignore[assignment]
-    model.set_experts_implementation(MEASURED)
+        layer.experts.install(own.run)
     try:
         yield inputs
     finally:
-        model.set_experts_implementation(before)
         for layer in layers:
-            del layer.experts.expert_inputs
+            layer.experts.install(None)
         watch.remove()

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from tasks.contracts import InputError, ReplicationPlan
 from tasks.moe.fused import EXPERTS_IMPLEMENTATION
 from tasks.moe.instance import load_instance
-from tasks.moe.registry import family_of, moe_layers
+from tasks.moe.registry import moe_layers
 from tasks.moe.replicas import check_plan, install_physical_experts
 from tasks.moe.tensors import CheckpointTensors, check_keys, read_config
 from tasks.quant.formats import MANIFEST_FILE, SUFFIXES, read_packed
@@ -85,7 +85,6 @@ def load_variant(model: PreTrainedModel, folder: Path) -> None:
     """
     plan = ReplicationPlan.load_from(folder / PLAN_FILE)
     check_plan(model, plan, str(folder / PLAN_FILE))
-    family = family_of(model.config)
     weights: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
     expected: set[str] = set()
     with safe_open(folder / PHYSICAL_FILE, "pt") as source:
@@ -94,7 +93,7 @@ def load_variant(model: PreTrainedModel, folder: Path) -> None:
             weights[position] = {}
             for physical, bits in enumerate(own.bits):
                 if bits:
-                    keys = {matrix: family.key(layer.layer, physical, matrix) for matrix in layer.matrices()}
+                    keys = {matrix: layer.key(physical, matrix) for matrix in layer.matrices()}
                     weights[position][physical] = {
                         matrix: read_packed(source, [key], bits).dequantize()[0]
                         for matrix, key in keys.items()

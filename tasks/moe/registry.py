@@ -1,72 +1,20 @@
 """Where a model's MoE layers are: the one table that knows family names, module names and checkpoint keys.
 
-A family that keeps its experts fused behind transformers' experts interface is added as a row of FAMILIES.
+A family whose classes follow transformers' experts interface is added as a row of FAMILIES; one that computes
+otherwise brings the functions that differ (`tasks/moe/family.py`).
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from tasks.contracts import InputError
-from tasks.moe.fused import Experts, check_layout, expert_matrices
+from tasks.moe.family import Family, MoELayer
 
-
-@dataclass(frozen=True)
-class Family:
-    """Names of one model family: modules below a decoder layer, and an expert's keys in a checkpoint."""
-
-    block: str  # the MoE block below a decoder layer
-    router: str  # below the block
-    experts: str  # below the block
-    checkpoint: str  # module path of one expert's matrix as checkpoints name it, without ".weight"
-    matrices: dict[str, str]  # our name of a matrix -> the checkpoint's
-
-    def key(self, layer: int, expert: int, matrix: str) -> str:
-        """The checkpoint's module path of a matrix, such as `model.layers.1.mlp.experts.0.gate_proj`."""
-        return self.checkpoint.format(layer=layer, expert=expert, matrix=self.matrices[matrix])
-
-    def pattern(self) -> str:
-        """A regular expression that matches every `key` and nothing else."""
-        escaped = re.escape(self.checkpoint)
-        numbered = escaped.replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+")
-        return numbered.replace(r"\{matrix\}", f"(?:{'|'.join(self.matrices.values())})") + "$"
-
-
-_QWEN = Family(
-    block="mlp",
-    router="gate",
-    experts="experts",
-    checkpoint="model.layers.{layer}.mlp.experts.{expert}.{matrix}",
-    matrices={"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"},
-)
+_QWEN = Family()
 FAMILIES: dict[str, Family] = {"qwen2_moe": _QWEN, "qwen3_moe": _QWEN}
-
-
-@dataclass(frozen=True)
-class MoELayer:
-    """One MoE layer: its router, its routed experts, and views of their weights. Shared experts are no part
-    of it."""
-
-    layer: int  # decoder layer
-    name: str  # module path of the MoE block
-    router: Any  # nn.Module
-    experts: Experts  # nn.Module
-    num_experts: int  # E
-    top_k: int  # k
-    router_temperature: float  # logits / temperature are the unflattened logits
-
-    def matrices(self) -> dict[str, torch.Tensor]:
-        """[E, out, in] views per matrix name; writing to one writes to the model."""
-        return expert_matrices(self.experts)
-
-    def router_rows(self) -> torch.Tensor:
-        """[E, H] the router's row of each expert."""
-        return self.router.weight.data
 
 
 def family_of(config: Any) -> Family:
@@ -80,7 +28,7 @@ def family_of(config: Any) -> Family:
 
 
 def moe_layers(model: PreTrainedModel) -> list[MoELayer]:
-    """The MoE layers of a causal language model in depth order.
+    """The MoE layers of a language model in depth order, an encoder's before the decoder's.
 
     Raises InputError when the model has none, or when an experts layout is not understood (module and flag
     named).
@@ -88,20 +36,33 @@ def moe_layers(model: PreTrainedModel) -> list[MoELayer]:
     config = model.config
     family = family_of(config)
     temperature = float(getattr(config, "router_temperature", None) or 1.0)
-    found = []
-    decoder: Any = model.base_model
-    for index, decoder_layer in enumerate(decoder.layers):
-        block = getattr(decoder_layer, family.block)
-        experts = getattr(block, family.experts, None)
-        if experts is None:
-            continue  # a dense layer
-        name = f"{model.base_model_prefix}.layers.{index}.{family.block}"
-        check_layout(experts, f"{name}.{family.experts}")
-        router = getattr(block, family.router)
-        found.append(MoELayer(index, name, router, experts, experts.num_experts, router.top_k, temperature))
+    found, index = [], 0
+    for block_path, stored_path in zip(family.blocks, family.stored or family.blocks, strict=True):
+        stack, _, below = block_path.partition(".{}.")
+        for number, layer in enumerate(model.get_submodule(stack)):  # type: ignore[arg-type]
+            block = _below(layer, below)
+            module = getattr(block, family.experts, None)
+            if module is not None:  # else a dense layer
+                name = block_path.format(number)
+                experts = family.adapt(module, f"{name}.{family.experts}", family)
+                router = _below(block, family.router)
+                found.append(
+                    MoELayer(
+                        layer=index,
+                        name=name,
+                        stored=stored_path.format(number),
+                        router=router,
+                        experts=experts,
+                        num_experts=experts.num_experts,
+                        top_k=family.top_k(router),
+                        router_temperature=temperature,
+                        family=family,
+                    )
+                )
+            index += 1
     if not found:
         raise InputError(
-            f"the model ({config.model_type}, {len(decoder.layers)} layers) has no MoE layers: "
+            f"the model ({config.model_type}, {index} layers) has no MoE layers: "
             "expected at least one layer with routed experts"
         )
     return found
@@ -109,5 +70,12 @@ def moe_layers(model: PreTrainedModel) -> list[MoELayer]:
 
 def expert_keys(model: PreTrainedModel, layer: MoELayer, matrix: str) -> list[str]:
     """Module paths [E] of one matrix of a layer's experts, as checkpoints name them, without `.weight`."""
-    family = family_of(model.config)
-    return [family.key(layer.layer, expert, matrix) for expert in range(layer.num_experts)]
+    del model
+    return layer.keys(matrix)
+
+
+def _below(module: Any, path: str) -> Any:
+    """The submodule at a dotted path, None when there is none."""
+    for part in path.split("."):
+        module = getattr(module, part, None)
+    return module

@@ -10,41 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tasks.contracts import InputError, LayerPlan, ReplicationPlan
 from tasks.moe.dispatch import DISPATCHES
-from tasks.moe.fused import expert_matrices, run_expert
 from tasks.moe.registry import MoELayer, moe_layers
 from tasks.moe.tokens import BatchTokens, TokenWatch
 
-REPLICATED = "expertpool_replicated"
-
 # Weights of physical experts: [position of the MoE layer][physical expert][matrix name] -> [out, in].
 PhysicalWeights = Mapping[int, Mapping[int, Mapping[str, torch.Tensor]]]
-
-
-class _PhysicalStack:
-    """Stands in for the experts module with [m + r, ...] weights; the rest is the module's own."""
-
-    def __init__(self, experts: nn.Module, physical_to_logical: list[int]) -> None:
-        self._experts: Any = experts
-        names = ("gate_up_proj", "down_proj") if self._experts.has_gate else ("up_proj", "down_proj")
-        for name in names:
-            original = getattr(experts, name)
-            stack = nn.Parameter(original.data[physical_to_logical], requires_grad=False)
-            setattr(self, name, stack)
-            # The module keeps a view of the first m, so that the logical experts are stored once.
-            setattr(experts, name, nn.Parameter(stack.data[: len(original)], requires_grad=False))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._experts, name)
 
 
 class PhysicalExperts:
@@ -53,20 +30,21 @@ class PhysicalExperts:
     def __init__(self, layer: MoELayer, plan: LayerPlan, rule: str, seed: int, watch: TokenWatch) -> None:
         self.plan = plan
         self.load = np.zeros(len(plan.physical_to_logical), dtype=np.int64)  # [m + r] tokens computed
-        self.stack = _PhysicalStack(layer.experts, plan.physical_to_logical)
+        self.experts = layer.experts.copies(plan.physical_to_logical)
         self._dispatch, self._seed, self._watch = DISPATCHES[rule], seed, watch
         logical = np.array(plan.physical_to_logical)
-        self._copies = np.bincount(logical, minlength=layer.num_experts)  # [m]
-        # [m + r] physical experts by logical expert, then by number; [m] where an expert's copies start in it
-        self._order = np.argsort(logical, kind="stable")
-        self._first = np.cumsum(self._copies) - self._copies
+        # One more than the m logical experts: the last stands for picks that reach no expert, physical -1.
+        self._copies = np.append(np.bincount(logical, minlength=layer.num_experts), 1)  # [m + 1]
+        # Physical experts by logical expert, then by number; where a logical expert's copies start in it.
+        self._order = np.append(np.argsort(logical, kind="stable"), -1)  # [m + r + 1]
+        self._first = np.cumsum(self._copies) - self._copies  # [m + 1]
 
     def matrices(self) -> dict[str, torch.Tensor]:
         """[m + r, out, in] views per matrix name; writing to one writes to the physical experts."""
-        return expert_matrices(self.stack)  # type: ignore[arg-type]
+        return self.experts.matrices()
 
     def choose(self, index: np.ndarray, tokens: BatchTokens) -> np.ndarray:
-        """Physical experts of the picks [N, k] of logical experts by the N real tokens: [N, k]."""
+        """Physical experts of the picks [N, k] of logical experts by the N real tokens: [N, k]; -1 for none."""
         return self._order[self._places(index, tokens)]
 
     def run(self, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -78,10 +56,10 @@ class PhysicalExperts:
         row, weights = rows[order // index.shape[1]], weight[rows].reshape(-1)[order, None]
         total = torch.zeros_like(hidden)
         start = 0
-        for place, count in enumerate(torch.bincount(flat, minlength=len(self._order)).tolist()):
+        for place, count in enumerate(torch.bincount(flat, minlength=len(self._order)).tolist()[:-1]):
             if count:
                 own, physical = slice(start, start + count), int(self._order[place])
-                output = run_expert(self.stack, physical, hidden[row[own]])  # type: ignore[arg-type]
+                output = self.experts.output(physical, self.experts.inner(physical, hidden[row[own]]))
                 total.index_add_(0, row[own], (output * weights[own]).to(total.dtype))
                 self.load[physical] += count
                 start += count
@@ -93,16 +71,6 @@ class PhysicalExperts:
         request, position = tokens.request[real][:, None], tokens.position[real][:, None]
         copy = self._dispatch(self._seed, self.plan.layer, request, position, self._copies[index])
         return self._first[index] + copy
-
-
-def _replicated_forward(
-    experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    physical: PhysicalExperts = experts.physical  # type: ignore[assignment]
-    return physical.run(hidden_states, top_k_index, top_k_weights)
-
-
-ALL_EXPERTS_FUNCTIONS.register(REPLICATED, _replicated_forward)
 
 
 def model_hash(model: PreTrainedModel) -> str:
@@ -159,13 +127,13 @@ def install_physical_experts(model: PreTrainedModel, plan: ReplicationPlan, weig
         for expert, matrices in weights.get(position, {}).items():
             for name, matrix in matrices.items():
                 views[name][expert].copy_(matrix)
-        layer.experts.physical = physical  # type: ignore[assignment]
-    model.set_experts_implementation(REPLICATED)
+        layer.experts.install(physical.run)
+        layer.experts.module.physical = physical
 
 
 def physical_experts(model: PreTrainedModel) -> list[PhysicalExperts]:
     """The physical experts of a variant's MoE layers, in depth order."""
-    return [layer.experts.physical for layer in moe_layers(model)]  # type: ignore[misc]
+    return [layer.experts.module.physical for layer in moe_layers(model)]
 
 
 def physical_load(model: PreTrainedModel) -> list[np.ndarray]:

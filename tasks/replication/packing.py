@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tasks.contracts import InputError, ReplicationPlan
-from tasks.moe.registry import MoELayer, expert_keys, family_of, moe_layers
+from tasks.moe.family import MoELayer
+from tasks.moe.registry import moe_layers
 from tasks.moe.tensors import CheckpointTensors
 from tasks.params import Variant
 from tasks.quant.formats import packed_entries, packed_tensors
@@ -26,11 +27,14 @@ def expert_bytes(
     Raises InputError for a group size that does not divide a matrix, with the sizes that do.
     """
     views = layer.matrices()
-    keys = {matrix: expert_keys(model, layer, matrix) for matrix in views}
-    originals = {
-        sum(checkpoint.get(f"{own[expert]}.weight").nbytes for own in keys.values())
-        for expert in range(layer.num_experts)
-    }
+    originals = set()
+    for expert in range(layer.num_experts):
+        size = 0
+        for matrix, view in views.items():
+            names = layer.tensors(matrix)  # one per expert, or one of them all
+            dtype, _ = checkpoint.entry(names[expert] if len(names) > 1 else names[0])
+            size += dtype.itemsize * view[expert].numel()
+        originals.add(size)
     if len(originals) != 1:
         raise InputError(
             f"layer {layer.layer}: experts of {sorted(originals)} bytes, expected experts of one size"
@@ -50,7 +54,6 @@ def expert_bytes(
 
 def pack_physical_experts(model: PreTrainedModel, plan: ReplicationPlan) -> dict[str, torch.Tensor]:
     """Tensors of every physical expert with a width of its own, by rounding; keyed by physical number."""
-    family = family_of(model.config)
     tensors: dict[str, torch.Tensor] = {}
     for layer, own in zip(moe_layers(model), plan.layers, strict=True):
         for bits in sorted(set(own.bits) - {0}):
@@ -59,7 +62,7 @@ def pack_physical_experts(model: PreTrainedModel, plan: ReplicationPlan) -> dict
             grid = Grid(bits, plan.group_size, symmetric=False)
             for matrix, view in layer.matrices().items():
                 quantized = quantize("rtn", view[logical], grid, f"{layer.name} {matrix}")
-                keys = [family.key(layer.layer, expert, matrix) for expert in physical]
+                keys = [layer.key(expert, matrix) for expert in physical]
                 tensors |= packed_tensors(quantized, keys)
     # safetensors refuses tensors that share memory, as slices of one stack do.
     return {key: tensor.clone().contiguous() for key, tensor in tensors.items()}

@@ -43,7 +43,7 @@ def test_sums_of_squares_equal_those_of_every_kept_input(model, sequences):
 
         return hook
 
-    handles = [layer.experts.register_forward_pre_hook(keep(place)) for place, layer in enumerate(layers)]
+    handles = [layer.experts.module.register_forward_pre_hook(keep(place)) for place, layer in enumerate(layers)]
     for sequence in sequences:
         list(prefill(model, [sequence], 100, "kept"))
     for handle in handles:
@@ -59,7 +59,7 @@ def test_sums_of_squares_equal_those_of_every_kept_input(model, sequences):
 
 
 def test_measuring_leaves_the_outputs_and_the_model(model, sequences):
-    before = model.config._experts_implementation
+    before = [dict(vars(layer.experts.module)) for layer in moe_layers(model)]
 
     def hidden():
         batches = list(prefill(model, sequences, 80, "hidden"))
@@ -68,5 +68,5 @@ def test_measuring_leaves_the_outputs_and_the_model(model, sequences):
     plain = hidden()
     with measure_expert_inputs(model):
         torch.testing.assert_close(hidden(), plain, rtol=0, atol=1e-4)
-    assert model.config._experts_implementation == before
+    assert [dict(vars(layer.experts.module)) for layer in moe_layers(model)] == before
     assert torch.equal(hidden(), plain)

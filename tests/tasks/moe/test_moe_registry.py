@@ -20,7 +20,7 @@ def test_layers_in_depth_order(tmp_path: Path, family: str, layers: list[int]) -
     assert [layer.layer for layer in found] == layers
     for layer in found:
         assert (layer.num_experts, layer.top_k, layer.router_temperature) == (8, 2, 1.0)
-        assert model.get_submodule(layer.name).experts is layer.experts
+        assert model.get_submodule(layer.name).experts is layer.experts.module
         assert {name: tuple(view.shape) for name, view in layer.matrices().items()} == {
             "gate_proj": (8, 32, 64),
             "up_proj": (8, 32, 64),
@@ -76,7 +76,7 @@ def test_a_family_that_is_not_known() -> None:
 )
 def test_a_layout_that_is_not_understood(tmp_path: Path, flag: str, value: Any) -> None:
     model = load_model(seeded_checkpoint(tmp_path / "model"))
-    experts = moe_layers(model)[1].experts
+    experts = moe_layers(model)[1].experts.module
     setattr(experts, flag, value)
     with pytest.raises(InputError) as caught:
         moe_layers(model)

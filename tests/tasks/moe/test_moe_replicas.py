@@ -6,7 +6,6 @@ import torch
 
 from tasks.contracts import InputError, LayerPlan, ReplicationPlan
 from tasks.moe.checkpoint import load_model
-from tasks.moe.fused import run_expert
 from tasks.moe.prefill import head_logits, prefill
 from tasks.moe.registry import moe_layers
 from tasks.moe.replicas import (
@@ -46,6 +45,10 @@ def plan_for(model, replicas=(3, 5, 3), dispatch="round_robin", bits=0, **change
          for layer in moe_layers(model)],
     )  # fmt: skip
     return ReplicationPlan(**{**plan.__dict__, **changes})
+
+
+def one(experts, expert, hidden):
+    return experts.output(expert, experts.inner(expert, hidden))
 
 
 def logits(model, sequences, batch_tokens=10_000):
@@ -109,15 +112,15 @@ def test_a_physical_expert_computes_with_its_own_stored_weights_bit_for_bit(mode
     with torch.inference_mode():
         model.base_model(input_ids=ids)  # tells which request the six tokens belong to
         chosen = physical.choose(index.numpy(), physical._watch.latest)[:, 0]
-        output = layer.experts(hidden, index, weight)
+        output = layer.experts.module(hidden, index, weight)
         assert sorted(set(chosen)) == [3, EXPERTS]
         for expert in (3, EXPERTS):
             own = torch.from_numpy(chosen == expert)
-            assert torch.equal(output[own], run_expert(physical.stack, expert, hidden[own]))
+            assert torch.equal(output[own], one(physical.experts, expert, hidden[own]))
         own = torch.from_numpy(chosen == 3)
-        assert torch.equal(output[own], run_expert(plain, 3, hidden[own]))
+        assert torch.equal(output[own], one(plain, 3, hidden[own]))
         own = ~own
-        assert not torch.allclose(output[own], run_expert(plain, 3, hidden[own]))
+        assert not torch.allclose(output[own], one(plain, 3, hidden[own]))
 
 
 @pytest.mark.parametrize("dispatch", ["round_robin", "random"])

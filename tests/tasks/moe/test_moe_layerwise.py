@@ -1,0 +1,201 @@
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tasks.contracts import InputError
+from tasks.moe.checkpoint import load_model
+from tasks.moe.layerwise import HiddenStream, LayerStep, walk_layers
+from tasks.moe.prefill import prefill
+from tasks.moe.registry import moe_layers
+from tasks.quant.grid import Grid
+from tasks.quant.methods import quantize
+from tests.seeded_models import VOCABULARY, seeded_checkpoint
+
+FAMILIES = ("qwen2_moe", "qwen3_moe")
+BATCH = 40
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    return seeded_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return seeded_checkpoint(tmp_path_factory.mktemp("layerwise"))
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    random = np.random.default_rng(0)
+    return [random.integers(2, VOCABULARY, size=length).tolist() for length in (9, 30, 2, 17)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The walk runs each batch on one thread; so must the prefill that it is compared with, to the bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def last_hidden(model, sequences):
+    """[B, S, H] after the last decoder layer, before the final norm, of each batch of an ordinary prefill."""
+    seen = []
+    handle = model.base_model.layers[-1].register_forward_hook(lambda _module, _args, output: seen.append(output))
+    for _ in prefill(model, sequences, BATCH, "ordinary prefill"):
+        pass
+    handle.remove()
+    return seen
+
+
+def coarse(matrices):
+    """The matrices of a layer at 2 bits, per channel."""
+    grid = Grid(2, 0, True)
+    return {name: quantize("rtn", matrix, grid).dequantize() for name, matrix in matrices.items()}
+
+
+def held(model):
+    """Names of the parameters that take memory."""
+    return [name for name, parameter in model.named_parameters() if parameter.device.type != "meta"]
+
+
+def test_hidden_states_are_those_of_a_prefill_and_one_layer_is_held(checkpoint, sequences):
+    stream = HiddenStream(checkpoint, sequences, BATCH)
+    model = stream.partial.model
+    assert held(model) == []  # the embedding is freed
+    for number in range(model.config.num_hidden_layers):
+        with stream.layer(number) as layer:
+            names = held(model)
+            assert names and all(name.startswith(f"model.layers.{number}.") for name in names)
+            assert layer is None or layer.layer == number
+            stream.advance(number)
+    assert held(model) == []
+    for own, expected in zip(stream.hidden, last_hidden(load_model(checkpoint), sequences), strict=True):
+        assert torch.equal(own, expected)
+
+
+def test_quantized_inputs_are_those_of_the_instance(checkpoint, sequences):
+    """As inputs="quantized" works: measured, replaced, moved on; against a model whose experts were replaced."""
+    instance = load_model(checkpoint)
+    for layer in moe_layers(instance):
+        for name, matrix in coarse(layer.matrices()).items():
+            layer.matrices()[name].copy_(matrix)
+    stream = HiddenStream(checkpoint, sequences, BATCH)
+    for number in range(instance.config.num_hidden_layers):
+        with stream.layer(number) as layer:
+            if layer is not None:
+                LayerStep(layer, stream.measure(number, layer)).replace(coarse(layer.matrices()))
+            stream.advance(number)
+    for own, expected in zip(stream.hidden, last_hidden(instance, sequences), strict=True):
+        assert torch.equal(own, expected)
+
+
+def test_the_walk_sees_the_inputs_that_were_asked_for(checkpoint, sequences):
+    """Token counts and Hessians per layer: reference inputs do not care for replaced matrices, quantized ones are
+    those of the model whose shallower layers were replaced."""
+
+    def walk(inputs, replace):
+        found = []
+        for step in walk_layers(checkpoint, sequences, BATCH, inputs, inputs):
+            assert step.layer.layer == layers[len(found)].layer
+            found.append({name: hessians.total.clone() for name, hessians in step.hessians().items()})
+            if replace:
+                step.replace(coarse(step.matrices()))
+        return found
+
+    def equal(one, other):
+        return all(torch.equal(one[name], other[name]) for name in ("hidden", "inner"))
+
+    layers = moe_layers(load_model(checkpoint))
+    reference, unmoved = walk("reference", False), walk("quantized", False)
+    ignored, moved = walk("reference", True), walk("quantized", True)
+    assert len(reference) == len(layers) > 1
+    for position in range(len(layers)):
+        assert equal(reference[position], unmoved[position]) and equal(reference[position], ignored[position])
+        assert equal(reference[position], moved[position]) == (position == 0)
+
+    replaced = load_model(checkpoint)
+    matrices = moe_layers(replaced)[0].matrices()
+    for name, matrix in coarse(matrices).items():
+        matrices[name].copy_(matrix)
+    kept = []
+    module = moe_layers(replaced)[1].experts.module
+    module.register_forward_pre_hook(lambda _module, args: kept.append(args[0]))
+    for batch in prefill(replaced, sequences, BATCH, "replaced"):
+        kept[-1] = kept[-1][batch.mask.view(-1)]
+    everything = sum(rows.double().T @ rows.double() for rows in kept) * layers[1].top_k
+    # the experts' Hessians together count each token once per pick
+    torch.testing.assert_close(moved[1]["hidden"].sum(dim=0).double(), everything, rtol=1e-4, atol=1e-3)
+
+
+def test_a_step_is_over_when_the_next_is_asked_for(qwen, sequences):
+    steps = walk_layers(qwen, sequences, BATCH, "reference", "steps")
+    first = next(steps)
+    assert first.hessians()["hidden"].total.shape == (8, 64, 64)
+    next(steps)
+    with pytest.raises(RuntimeError, match="has left layer 0"):
+        first.hessians()
+    assert first.matrices()["up_proj"].device.type == "meta"
+
+
+def test_replacing_never_writes_to_the_checkpoint(qwen, sequences):
+    """A float32 checkpoint is mapped, not copied."""
+    file = qwen / "model.safetensors"
+    before = hashlib.sha256(file.read_bytes()).hexdigest()
+    for step in walk_layers(qwen, sequences, BATCH, "quantized", "replaced"):
+        step.replace({name: torch.zeros_like(matrix) for name, matrix in step.matrices().items()})
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == before
+
+
+def test_a_matrix_that_does_not_fit(qwen, sequences):
+    step = next(walk_layers(qwen, sequences, BATCH, "quantized", "misfit"))
+    with pytest.raises(InputError, match=r"layer 0: 'up_proj' \[8, 64, 32\]: expected one of .*\[8, 32, 64\]"):
+        step.replace({"up_proj": torch.zeros(8, 64, 32)})
+    with pytest.raises(InputError, match="'side_proj'"):
+        step.replace({"side_proj": torch.zeros(8, 32, 64)})
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs", "message"),
+    [
+        ([[1, 2]], "mixed", "calibration: inputs is 'mixed', expected one of"),
+        ([], "reference", "calibration: there are no calibration sequences"),
+        ([[1], []], "reference", "calibration: sequence 1 is empty"),
+    ],
+)
+def test_input_that_cannot_be_walked(qwen, given, inputs, message):
+    with pytest.raises(InputError, match=message):
+        walk_layers(qwen, given, BATCH, inputs, "calibration")
+
+
+def test_a_checkpoint_that_lacks_a_tensor_or_has_another_shape(qwen, sequences, tmp_path):
+    tensors = load_file(qwen / "model.safetensors")
+    (tmp_path / "config.json").write_text((qwen / "config.json").read_text())
+    name = "model.layers.1.self_attn.q_proj.weight"
+    without = {key: tensor for key, tensor in tensors.items() if key != name}
+    save_file(without, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=rf"1 missing \({name}\)"):
+        list(walk_layers(tmp_path, sequences, BATCH, "reference", "lacking"))
+    save_file({**without, name: tensors[name][:, :32].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=f"1 of another shape .*{name}"):
+        list(walk_layers(tmp_path, sequences, BATCH, "reference", "other shape"))
+
+
+def test_shards_are_read_as_one_file_is(qwen, sequences, tmp_path):
+    tensors = load_file(qwen / "model.safetensors")
+    (tmp_path / "config.json").write_text((qwen / "config.json").read_text())
+    files = {name: f"part-{number % 3}.safetensors" for number, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in files if files[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    whole, sharded = (
+        [step.hessians()["inner"].total for step in walk_layers(folder, sequences, BATCH, "reference", "shards")]
+        for folder in (qwen, tmp_path)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(whole, sharded, strict=True))
