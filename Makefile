@@ -1,5 +1,6 @@
 # The entry points. Every target sets up .venv first, from requirements.lock, when it or the interpreter changed.
 PYTHON ?= python3.11
+JOBS ?= 2
 
 # Quoted wherever it is used: the project's folder may have a space in its name.
 VENV := $(CURDIR)/.venv
@@ -18,12 +19,12 @@ run: setup  ## the whole pipeline: only what changed
 	@"$(BIN)/python" -m dvc repro </dev/null
 	@"$(BIN)/python" -m flows.results
 
-test: setup  ## the test suite
-	@"$(BIN)/python" -m pytest </dev/null
+test: setup  ## the test suite, a file at a time on each of JOBS workers
+	@"$(BIN)/python" -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder </dev/null
 
 check: setup  ## style, types, import rules
-	"$(BIN)/ruff" format --check tasks flows tests
-	"$(BIN)/ruff" check tasks flows tests
+	"$(BIN)/ruff" format --check tasks flows tests benchmarks
+	"$(BIN)/ruff" check tasks flows tests benchmarks
 	"$(BIN)/basedpyright"
 	"$(BIN)/lint-imports"
 

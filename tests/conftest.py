@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -20,7 +21,9 @@ TINY_SOURCES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that read ../shared where that folder is absent."""
+    """Files with slow tests first, so that parallel workers end together; skip what reads an absent ../shared."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if (SHARED / "data").is_dir():
         return
     absent = pytest.mark.skip(reason=f"no data folder beside the project: {SHARED.name}/data")
@@ -42,17 +45,18 @@ def tiny_cache(request: pytest.FixtureRequest) -> Path:
         digest.update((ROOT / name).read_bytes())
     assert request.config.cache is not None
     folder = Path(request.config.cache.mkdir("tiny_reference")) / digest.hexdigest()[:16]
-    if not (folder / "reference.json").is_file():
-        for stale in folder.parent.iterdir():
-            shutil.rmtree(stale, ignore_errors=True)
-        section = load_params(ROOT / "params.yaml").prepare_reference
-        params = section.model_copy(update={"source": "tiny"})
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # equal results on any machine
-        try:
-            run(params, folder, folder.parent / f"{folder.name}.json")
-        finally:
-            torch.set_num_threads(threads)
+    with FileLock(f"{folder.parent}.lock"):  # one of the parallel workers trains, the others wait
+        if not (folder / "reference.json").is_file():
+            for stale in folder.parent.iterdir():
+                shutil.rmtree(stale, ignore_errors=True)
+            section = load_params(ROOT / "params.yaml").prepare_reference
+            params = section.model_copy(update={"source": "tiny"})
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # equal results on any machine
+            try:
+                run(params, folder, folder.parent / f"{folder.name}.json")
+            finally:
+                torch.set_num_threads(threads)
     return folder
 
 
