@@ -113,12 +113,12 @@ def run_variant(
     model: PreTrainedModel, sequences: list[list[int]], batch_tokens: int
 ) -> tuple[list[np.ndarray], float]:
     """[L] x [m + r] tokens that each physical copy computed, and the mean loss in nats of that forward."""
-    picks, losses = 0, []
-    for batch in prefill(model, sequences, batch_tokens, "calibration tokens"):
-        picks += int(batch.mask.sum()) * moe_layers(model)[0].top_k
+    picks, losses = np.zeros(len(moe_layers(model)), dtype=np.int64), []  # [L]
+    for batch in prefill(model, sequences, batch_tokens, "calibration tokens", record=True):
+        picks += batch.picks()[0]
         losses.append(calibration_nll(model, batch))
     counts = physical_load(model)
-    if any(count.sum() != picks for count in counts):
+    if [int(count.sum()) for count in counts] != picks.tolist():
         raise RuntimeError(
             f"{picks} picks of real tokens, the copies computed {[int(c.sum()) for c in counts]}"
         )

@@ -154,7 +154,8 @@ class TokenScores:
 
     Request r owns predictions offset[r] : offset[r + 1]. The j-th of them is the prediction of token j + 1 from the
     tokens 0..j; the first `prompt_length[r] - 1` predict prompt tokens, the rest predict the response. Prediction 0,
-    made from position 0 alone, is stored but never scored.
+    made from position 0 alone, is stored but never scored. An encoder-decoder does not predict the tokens that
+    its encoder reads: the predictions before `first[r]` do not exist, and are NaN.
     """
 
     ids: list[str]  # [R]
@@ -162,6 +163,7 @@ class TokenScores:
     prompt_length: np.ndarray  # [R] tokens, bos included
     nll: np.ndarray  # [N] nats
     kl: np.ndarray | None  # [N] nats, KL(reference || model); None for the reference
+    first: np.ndarray | None = None  # [R] the first scored prediction, 1 or more; None: 1
 
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.ids) + 1 or len(self.nll) != self.offset[-1]:
@@ -173,17 +175,17 @@ class TokenScores:
         """The predictions of request `row` that count for part "prompt" or "response"."""
         start, stop = int(self.offset[row]), int(self.offset[row + 1])
         split = start + int(self.prompt_length[row]) - 1
+        first = start + (1 if self.first is None else int(self.first[row]))
         if part == "response":
-            return slice(max(split, start + 1), stop)
+            return slice(max(split, first), stop)
         if part == "prompt":
-            return slice(start + 1, split)
+            return slice(first, split)
         raise ValueError(f"part is '{part}', expected 'prompt' or 'response'")
 
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)
         arrays = {"offset": self.offset, "prompt_length": self.prompt_length, "nll": self.nll}
-        if self.kl is not None:
-            arrays["kl"] = self.kl
+        arrays |= {name: own for name, own in (("kl", self.kl), ("first", self.first)) if own is not None}
         save_file(
             {name: np.ascontiguousarray(array) for name, array in arrays.items()},
             folder / "scores.safetensors",
@@ -208,9 +210,14 @@ class PrefillRouting:
         np.ndarray
     )  # [T, L, k] float32, softmax over all E of the unflattened logits, at the selected experts
     router_row_norm: np.ndarray  # [L, E] L2 norm of each expert's router row, divided by its layer's mean
+    visited: np.ndarray | None = (
+        None  # [T, L] bool, False where a token does not pass a layer; None: all pass
+    )
+    # Where a layer is not visited, or its expert dropped the token, `weight` is 0.
 
     def save(self, folder: str | Path) -> None:
-        arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in self.__dataclass_fields__}
+        named = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        arrays = {name: np.ascontiguousarray(own) for name, own in named.items() if own is not None}
         save_file(arrays, Path(folder) / "routing.safetensors")
 
     @classmethod

@@ -39,18 +39,23 @@ def run(
     model = load_model(reference)
     layers = moe_layers(model)
     load = np.zeros((len(sequences), len(layers), layers[0].num_experts), dtype=np.int64)  # [R, L, E]
-    picks, nll, predictions = 0, 0.0, 0
+    picks, dropped = (np.zeros(len(layers), dtype=np.int64) for _ in range(2))  # [L]
+    nll, predictions = 0.0, 0
     with measure_expert_inputs(model) as inputs:
         for batch in prefill(model, sequences, batch_tokens, "calibration tokens", record=True):
             assert batch.routing is not None
-            mask = batch.mask.numpy()
-            for place, routing in enumerate(batch.routing):
-                load[batch.rows, place] = count_load(routing.index.numpy(), mask, load.shape[2])
-            picks += int(mask.sum()) * batch.routing[0].index.shape[2]
+            for place, (routing, passed) in enumerate(zip(batch.routing, batch.visited, strict=True)):
+                reached = routing.reached(load.shape[2]).numpy()
+                load[batch.rows, place] = count_load(reached, passed.numpy(), load.shape[2])
+            routed, lost = batch.picks()
+            picks, dropped = picks + routed, dropped + lost
             losses = calibration_nll(model, batch)
             nll, predictions = nll + float(losses.sum()), predictions + len(losses)
     total = load.sum(axis=0)  # [L, E]
     check_counts(total, picks, np.stack([own.load for own in inputs]))
+    has_capacity = hasattr(model.config, "expert_capacity")
+    if dropped.any() and not has_capacity:
+        raise RuntimeError(f"{dropped} picks reached no expert, but this family's experts have no capacity")
 
     scores = [
         wanda(layer.matrices(), own.squares(), own.load) for layer, own in zip(layers, inputs, strict=True)
@@ -65,13 +70,17 @@ def run(
             folder / "experts.json",
             {"tokens": tokens, "predictions": predictions, "nll_reference": mean_nll, "version": VERSION},
         )
-    write_json(metrics, summary(numbers, load, importance, importance_rms, tokens, mean_nll, params))
+    values = summary(numbers, load, importance, importance_rms, tokens, mean_nll, params)
+    if has_capacity:
+        values["dropped"] = dropped  # [L] picks over an expert's capacity: not load, counted apart
+    write_json(metrics, values)
 
 
-def check_counts(load: np.ndarray, picks: int, inputs: np.ndarray) -> None:
-    """The routers' counts [L, E] sum to real tokens x k (nothing drops here), the experts saw the same."""
+def check_counts(load: np.ndarray, picks: np.ndarray, inputs: np.ndarray) -> None:
+    """The routers' counts [L, E] sum to the picks [L] that reached an expert, real tokens x k where nothing is
+    dropped, and the experts saw the same."""
     if (load.sum(axis=1) != picks).any() or (load != inputs).any():
-        raise RuntimeError(f"{picks} picks of real tokens, the layers count {sorted(set(load.sum(axis=1)))}")
+        raise RuntimeError(f"{picks} picks of real tokens, the layers count {load.sum(axis=1)}")
 
 
 def summary(

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from tasks.console import run_step
 from tasks.contracts import GIB, InputError, replacing_folder, write_json
+from tasks.moe.checkpoint import skeleton
 from tasks.moe.family import check_stored
 from tasks.moe.headers import read_headers
 from tasks.moe.registry import moe_layers
@@ -79,9 +79,7 @@ def describe(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
     Raises InputError when the model has no MoE layers, when weights of its routed experts are missing, and when
     they are quantized already.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model = skeleton(folder, trust_remote_code)
     layers = moe_layers(model)
     tensors = read_headers(folder)
     expert_parameters = sum(matrix.numel() for layer in layers for matrix in layer.matrices().values())
@@ -96,7 +94,7 @@ def describe(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
         )
     size_bytes = sum(tensor.size_bytes for tensor in tensors.values())
     return {
-        "model_type": config.model_type,
+        "model_type": model.config.model_type,
         "moe_layers": len(layers),
         "experts": layers[0].num_experts,
         "top_k": layers[0].top_k,

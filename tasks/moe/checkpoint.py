@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tasks.contracts import InputError, ReplicationPlan
@@ -19,7 +19,7 @@ from tasks.moe.fused import EXPERTS_IMPLEMENTATION
 from tasks.moe.instance import load_instance
 from tasks.moe.registry import moe_layers
 from tasks.moe.replicas import check_plan, install_physical_experts
-from tasks.moe.tensors import CheckpointTensors, check_keys, read_config
+from tasks.moe.tensors import CheckpointTensors, auto_class, check_keys, read_config
 from tasks.quant.formats import MANIFEST_FILE, SUFFIXES, read_packed
 
 PLAN_FILE = "plan.json"
@@ -50,9 +50,10 @@ def load_model(
     if (folder / MANIFEST_FILE).is_file():
         return load_instance(folder, dtype, trust_remote_code)
     _ = CheckpointTensors(folder).files  # safetensors only, and no shard absent
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    config = read_config(folder, trust_remote_code)
+    loaded: Any = auto_class(config).from_pretrained(
         folder,
-        config=read_config(folder, trust_remote_code),
+        config=config,
         dtype=dtype,
         experts_implementation=EXPERTS_IMPLEMENTATION,
         trust_remote_code=trust_remote_code,
@@ -74,7 +75,7 @@ def skeleton(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedM
     """The model of a folder's config.json without memory for weights, to see its modules and shapes."""
     config = read_config(Path(folder), trust_remote_code)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def load_variant(model: PreTrainedModel, folder: Path) -> None:

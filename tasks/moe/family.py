@@ -92,6 +92,7 @@ class Family:
     router: str = "gate"  # below the block
     experts: str = "experts"  # below the block
     key: str = "experts.{expert}.{matrix}"  # of one expert's matrix, below the stored block
+    suffix: str = ".weight"  # from a key to the name of the checkpoint's tensor
     # Our name of a matrix -> the checkpoint's, and that of an expert module's Linear.
     matrices: Mapping[str, str] = field(default_factory=lambda: dict(GATED))
     fused: Mapping[str, Fused] | None = None  # for checkpoints that hold a layer's experts in one tensor
@@ -114,7 +115,7 @@ class Family:
     def tensors(self, layer: MoELayer, matrix: str) -> list[str]:
         """Names of the checkpoint's tensors that hold a matrix of a layer's experts: [E], or one if fused."""
         if self.fused is None:
-            return [f"{key}.weight" for key in layer.keys(matrix)]
+            return [f"{key}{self.suffix}" for key in layer.keys(matrix)]
         return [f"{layer.stored}.{self.fused[matrix].name}"]
 
     def read(self, source: Source, layer: MoELayer, matrix: str) -> torch.Tensor:

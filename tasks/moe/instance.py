@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tasks.console import track
 from tasks.contracts import InputError, read_json, write_json
 from tasks.moe.fused import EXPERTS_IMPLEMENTATION
 from tasks.moe.registry import expert_keys, moe_layers
-from tasks.moe.tensors import CheckpointTensors, check_keys, read_config
+from tasks.moe.tensors import CheckpointTensors, auto_class, check_keys, read_config
 from tasks.quant.formats import (
     EXPERTS_FILE,
     INDEX_FILE,
@@ -174,7 +174,7 @@ def load_instance(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
     with safe_open(folder / REST_FILE, "pt") as source:
         rest = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118 (not a dict)
     with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        shell = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     with _without_load_report():  # it would list the experts, which come from their own file
         model, info = type(shell).from_pretrained(
             None,

@@ -7,13 +7,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tasks.console import track
 from tasks.contracts import InputError
-from tasks.moe.record import LayerRouting, record_routing
+from tasks.moe import halves
+from tasks.moe.family import plain_head
+from tasks.moe.record import LayerRouting, RoutingRecorder, record_routing
+from tasks.moe.registry import FAMILIES, MoELayer, moe_layers
 from tasks.moe.tokens import real_tokens
 
 HEAD_CHUNK_VALUES = 2**24  # logits held at once by `next_token_nll`: 64 MiB in float32
@@ -21,13 +25,27 @@ HEAD_CHUNK_VALUES = 2**24  # logits held at once by `next_token_nll`: 64 MiB in 
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """One forward pass. Padding is at the end of a row, where `mask` is False."""
+    """One forward pass. Padding is at the end of a row, where `mask` is False.
+
+    An encoder-decoder's arrays are laid on the same places (`tasks/moe/halves.py`).
+    """
 
     rows: list[int]  # [B] indices into the given sequences
     ids: torch.Tensor  # [B, S] int64
     mask: torch.Tensor  # [B, S] bool, True at real tokens
+    predicted: torch.Tensor  # [B, S] bool, True at tokens that `hidden` one place before predicts
     hidden: torch.Tensor  # [B, S, H] after the final norm, before the lm_head
     routing: list[LayerRouting] | None  # per MoE layer, arrays [B, S, k]
+    visited: list[
+        torch.Tensor
+    ]  # per MoE layer [B, S] bool, True where a real token passes it; with `routing`
+
+    def picks(self) -> tuple[np.ndarray, np.ndarray]:
+        """[L] picks of each MoE layer that reached an expert, and [L] that were dropped."""
+        assert self.routing is not None
+        made = [own.routed[at] for own, at in zip(self.routing, self.visited, strict=True)]
+        routed = np.array([int(own.sum()) for own in made], dtype=np.int64)
+        return routed, np.array([own.numel() for own in made], dtype=np.int64) - routed
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -51,15 +69,20 @@ def prefill(
     batch_tokens: int,
     label: str,
     record: bool = False,
+    splits: Sequence[int] | None = None,
 ) -> Iterator[PrefillBatch]:
     """Run every sequence of token ids once and yield the batches; with `record`, with their token routing.
 
-    Attention is causal and padding stands after a row's tokens, so no real token sees it and no mask is
-    passed. Raises InputError on an empty sequence.
+    `splits`: for an encoder-decoder, the tokens of each sequence that the encoder reads, by default half.
+    Other models read them all; their attention is causal and padding stands after a row's tokens, so no real
+    token sees it and no mask is passed. Raises InputError on an empty sequence, or half.
     """
     lengths = [len(sequence) for sequence in sequences]
     if 0 in lengths:
         raise InputError(f"{label}: sequence {lengths.index(0)} is empty, expected at least one token id")
+    in_halves = bool(model.config.is_encoder_decoder)
+    own_splits = halves.check_splits(lengths, splits, label) if in_halves else []
+    layers = moe_layers(model) if record else []
     batches = plan_batches(lengths, batch_tokens)
     with record_routing(model) if record else nullcontext() as recorder, torch.inference_mode():
         for rows in track(batches, label, len(batches)):
@@ -69,19 +92,52 @@ def prefill(
             for place, row in enumerate(rows):
                 ids[place, : lengths[row]] = torch.as_tensor(sequences[row], dtype=torch.int64)
                 mask[place, : lengths[row]] = True
-            with real_tokens(mask):
-                hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            routing = None
-            if recorder is not None:
-                routing = [layer.reshaped(*ids.shape) for layer in recorder.pop()]
-            yield PrefillBatch(rows, ids, mask, hidden, routing)
+            if in_halves:
+                parts = [lengths[row] for row in rows], [own_splits[row] for row in rows]
+                run = _run_halves(model, halves.cut(ids, *parts, halves.start_token(model)), layers, recorder)
+            else:
+                run = _run_whole(model, ids, mask, layers, recorder)
+            yield PrefillBatch(rows, ids, mask, *run)
+
+
+# predicted, hidden, routing, visited of a PrefillBatch
+_Run = tuple[torch.Tensor, torch.Tensor, list[LayerRouting] | None, list[torch.Tensor]]
+
+
+def _run_whole(
+    model: Any,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    layers: list[MoELayer],
+    recorder: RoutingRecorder | None,
+) -> _Run:
+    with real_tokens(mask):
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    predicted = mask.clone()
+    predicted[:, 0] = False
+    routing = None if recorder is None else [own.reshaped(*ids.shape) for own in recorder.pop()]
+    return predicted, hidden, routing, [mask] * len(layers)
+
+
+def _run_halves(
+    model: Any, batch: halves.Halves, layers: list[MoELayer], recorder: RoutingRecorder | None
+) -> _Run:
+    hidden = halves.run(model, batch)
+    predicted = batch.at_decoder.roll(1, dims=1)  # a row's last place is never the decoder's
+    routing = None
+    if recorder is not None:
+        pairs = zip(recorder.pop(), layers, strict=True)
+        routing = [halves.placed_routing(own, layer, batch) for own, layer in pairs]
+    return predicted, hidden, routing, [halves.visited(layer, batch) for layer in layers]
 
 
 def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """The lm_head on `hidden` [T, H]: logits [T, V] float32."""
-    head: Any = model.get_output_embeddings()
+    """Logits [T, V] float32 from final hidden states `hidden` [T, H]: the lm_head, and what the family does
+    after it. A dense model of another family, the source of upcycling, has nothing after it."""
+    family = FAMILIES.get(model.config.model_type)
+    head = plain_head if family is None else family.head
     with torch.inference_mode():
-        return head(hidden).float()
+        return head(model, hidden).float()
 
 
 def next_token_nll(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+import tasks.moe.native  # noqa: F401 (makes the Auto classes know the native ones)
 from tasks.contracts import InputError
 from tasks.moe.headers import StoredTensor, read_headers
 from tasks.quant.formats import Entry
@@ -102,3 +103,8 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (ValueError, OSError) as error:
         raise InputError(f"{folder}/config.json: {error}") from None
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' Auto class that makes the language model of a configuration."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

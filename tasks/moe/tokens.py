@@ -1,8 +1,8 @@
 """Which tokens a forward pass holds: experts see a flat list and need padding, requests and positions.
 
 A pre-hook on the decoder reads them off its arguments, so that prefill, plain calls and generation with a
-key-value cache work alike. `prefill` passes no attention mask to the model, and names its padding through
-`real_tokens`.
+key-value cache work alike. `prefill` passes no attention mask to a decoder-only model, and names its padding
+through `real_tokens`. Of an encoder-decoder both stacks have the hook: their experts run in turn.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,17 +45,22 @@ class BatchTokens:
 
 
 class TokenWatch:
-    """Keeps `latest`, the tokens of the forward pass that runs or ran last."""
+    """Keeps `latest`, the tokens of the stack of layers that runs or ran last."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.latest: BatchTokens | None = None
-        self._keys = np.zeros(0, dtype=np.uint64)  # [B] of the sequences in the key-value cache
-        self._handle: RemovableHandle = model.base_model.register_forward_pre_hook(
-            self._look, with_kwargs=True
-        )
+        # [B] of the sequences that a stack has seen, those in its key-value cache
+        self._keys: dict[nn.Module, np.ndarray] = {}
+        stacks: list[Any] = [model.base_model]
+        if model.config.is_encoder_decoder:
+            stacks = [model.get_encoder(), model.get_decoder()]
+        self._handles: list[RemovableHandle] = [
+            stack.register_forward_pre_hook(self._look, with_kwargs=True) for stack in stacks
+        ]
 
     def remove(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def of(self, count: int) -> BatchTokens:
         """The running pass's tokens; raises RuntimeError unless there are `count` of them."""
@@ -63,7 +69,7 @@ class TokenWatch:
             raise RuntimeError(f"the experts got {count} tokens, the decoder's hook saw {got}")
         return self.latest
 
-    def _look(self, _module: nn.Module, inputs: tuple, options: dict) -> None:
+    def _look(self, stack: nn.Module, inputs: tuple, options: dict) -> None:
         ids = inputs[0] if inputs else options.get("input_ids")
         if ids is None:
             raise InputError(
@@ -75,16 +81,17 @@ class TokenWatch:
         mask = _padding(options.get("attention_mask"), batch, width, past)
         numbers = ids.cpu().numpy()
         if past == 0:
-            self._keys = request_key(numbers, mask)
-        elif len(self._keys) != batch:
+            self._keys[stack] = request_key(numbers, mask)
+        keys = self._keys.get(stack, ())
+        if len(keys) != batch:
             raise InputError(
-                f"a cached forward has {batch} rows, but the cache was filled with {len(self._keys)}: "
+                f"a cached forward has {batch} rows, but the cache was filled with {len(keys)}: "
                 "expected the same rows in the same order"
             )
         position = np.cumsum(mask, axis=1)[:, -width:] - 1
         self.latest = BatchTokens(
             torch.from_numpy(mask[:, -width:].reshape(-1).copy()).to(ids.device),
-            np.repeat(self._keys, width),
+            np.repeat(keys, width),
             np.maximum(position, 0).reshape(-1),
         )
 

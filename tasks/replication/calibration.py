@@ -30,6 +30,7 @@ def read_calibration(requests: Path) -> list[list[int]]:
 
 
 def calibration_nll(model: PreTrainedModel, batch: PrefillBatch) -> np.ndarray:
-    """Losses [predictions] in nats, float64; padding and predictions made from position 0 are left out."""
-    kept = batch.mask[:, 2:]
+    """Losses [predictions] in nats, float64; padding and predictions made from position 0 are left out, and of
+    an encoder-decoder the tokens that the encoder reads."""
+    kept = batch.predicted[:, 2:]
     return next_token_nll(model, batch.hidden[:, 1:-1][kept], batch.ids[:, 2:][kept]).double().numpy()

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from tasks.contracts import InputError, PrefillRouting, TokenScores
-from tasks.risk.fwp import log_fwp, prompt_tokens, segment_mean, token_strength
+from tasks.risk.fwp import log_fwp, mean_over_picks, prompt_tokens, segment_mean, token_strength
 
 
 def prefill_signals(
@@ -39,7 +39,7 @@ def prefill_signals(
 
 
 def routing_frequency(routing: PrefillRouting, load: np.ndarray) -> np.ndarray:
-    """Mean over a prompt's tokens, layers and picks of the selected expert's share of its layer's load [R].
+    """Mean over a prompt's tokens, the layers they pass, and picks, of the expert's share of its layer's load [R].
 
     Raises InputError where `load` [L, E] is of another model or has a layer without load.
     """
@@ -53,4 +53,5 @@ def routing_frequency(routing: PrefillRouting, load: np.ndarray) -> np.ndarray:
         raise InputError(f"artifacts/experts: MoE layer {int(np.argmin(total))} got no calibration token")
     share = load / total
     layer = np.arange(routing.index.shape[1])[None, :, None]
-    return segment_mean(share[layer, routing.index].mean(axis=(1, 2)), routing.offset.astype(np.int64))
+    chosen = mean_over_picks(share[layer, routing.index], routing.visited)
+    return segment_mean(chosen, routing.offset.astype(np.int64))

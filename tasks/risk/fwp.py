@@ -25,7 +25,7 @@ EQUALS_PPL_STD = 1e-3
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The predicted prompt tokens of all requests, T = prompt length - 2 of each (`prompt_tokens`)."""
+    """The scored prompt tokens of all requests, prompt length - 2 of each where all exist (`prompt_tokens`)."""
 
     offset: np.ndarray  # [R + 1] into M
     nll: np.ndarray  # [M] nats, of the token
@@ -36,7 +36,8 @@ def prompt_tokens(scores: TokenScores, routing: PrefillRouting, align: str) -> P
     """Pair every predicted prompt token with a prefilled position, whose routing gives its weight.
 
     `align` "token": the position of the token itself; "predictor": the position before, from which it is
-    predicted. The prediction made from position 0 is left out, so a prompt of P tokens has P - 2.
+    predicted. The prediction made from position 0 is left out, so a prompt of P tokens has P - 2; of an
+    encoder-decoder, the tokens that the encoder reads are not predicted.
     Raises ValueError where routing and scores do not have the same prompts, or a prompt has fewer than 3
     tokens.
     """
@@ -45,19 +46,21 @@ def prompt_tokens(scores: TokenScores, routing: PrefillRouting, align: str) -> P
     length = np.asarray(scores.prompt_length, dtype=np.int64)
     if not np.array_equal(np.diff(routing.offset.astype(np.int64)), length):
         raise ValueError("the routing and the scores are not of the same prompts: their lengths differ")
-    if (length < 3).any():
-        raise ValueError(f"a prompt of {length.min()} tokens has no scored prediction; at least 3 are needed")
-    count = length - 2
+    scored_from = np.ones_like(length) if scores.first is None else scores.first.astype(np.int64)
+    count = length - 1 - scored_from
+    if (count < 1).any():
+        short = length[count.argmin()]
+        raise ValueError(f"a prompt of {short} tokens has no scored prediction; at least 3 are needed")
     offset = np.concatenate([[0], np.cumsum(count)])
     step = np.arange(offset[-1]) - np.repeat(offset[:-1], count)  # 0 .. T - 1 within each request
-    prediction = np.repeat(scores.offset[:-1].astype(np.int64) + 1, count) + step
-    first = 2 if align == "token" else 1
+    prediction = np.repeat(scores.offset[:-1].astype(np.int64) + scored_from, count) + step
+    first = scored_from + (1 if align == "token" else 0)
     position = np.repeat(routing.offset[:-1].astype(np.int64) + first, count) + step
     return PromptTokens(offset, scores.nll[prediction].astype(np.float64), position)
 
 
 def token_strength(routing: PrefillRouting, name: str) -> np.ndarray:
-    """Routing strength of every prefilled token [T], the mean over layers and selected experts.
+    """Routing strength of every prefilled token [T], the mean over the layers it passes and selected experts.
 
     `gate_prob`: softmax over all experts before any renormalisation over the selected ones (after it, models
     with norm_topk_prob have mean exactly 1/k and FWP is PPL). `router_row_norm`: the norm of the selected
@@ -70,7 +73,19 @@ def token_strength(routing: PrefillRouting, name: str) -> np.ndarray:
         chosen = routing.router_row_norm.astype(np.float64)[layer, routing.index]
     else:
         raise ValueError(f"strength is '{name}', expected one of {STRENGTHS}")
-    return chosen.mean(axis=(1, 2))
+    return mean_over_picks(chosen, routing.visited)
+
+
+def mean_over_picks(values: np.ndarray, visited: np.ndarray | None) -> np.ndarray:
+    """Mean of `values` [T, L, k] over a token's picks in the layers that it passes, `visited` [T, L]: [T].
+
+    A pick that its expert dropped counts: it is the router's choice that is weighed.
+    """
+    if visited is None:
+        return values.mean(axis=(1, 2))
+    if not visited.any(axis=1).all():
+        raise ValueError("a token passes no MoE layer, so it has no routing strength")
+    return (values.mean(axis=2) * visited).sum(axis=1) / visited.sum(axis=1)
 
 
 def segment_mean(values: np.ndarray, offset: np.ndarray) -> np.ndarray:

@@ -36,6 +36,11 @@ class Requests:
         return _offset(np.array([len(sequence) - 1 for sequence in self.sequences]))
 
     @property
+    def splits(self) -> np.ndarray:
+        """[R] tokens that an encoder reads: the first half of the prompt. The decoder gets the rest of it."""
+        return self.prompt_length // 2
+
+    @property
     def prompt_offset(self) -> np.ndarray:
         """[R + 1] into the T prompt tokens."""
         return _offset(self.prompt_length)
@@ -88,25 +93,30 @@ def score(
 
     `reference_hidden` [N, H] float32 are the reference's final hidden states; with them KL(reference ||
     model) is computed per prediction, without them TokenScores.kl is None. Also returns this model's own
-    hidden states [N, H]. Raises InputError on a loss that is not a number.
+    hidden states [N, H]. An encoder-decoder reads the first half of each prompt with its encoder; predictions
+    that it therefore does not make are NaN, their hidden states 0. Raises InputError on a loss that is not a
+    number.
     """
     layers = moe_layers(model)
+    in_halves = bool(model.config.is_encoder_decoder)
     offset, prompt_offset = requests.offset, requests.prompt_offset
-    nll, kl = np.empty(offset[-1], dtype=np.float32), np.empty(offset[-1], dtype=np.float32)
-    hidden = torch.empty(int(offset[-1]), model.config.hidden_size)
+    nll, kl = (np.full(offset[-1], np.nan, dtype=np.float32) for _ in range(2))
+    hidden = torch.zeros(int(offset[-1]), model.config.hidden_size)
     shape = (int(prompt_offset[-1]), len(layers), layers[0].top_k)
     index, weight, gate_prob = (
         np.empty(shape, np.uint16),
         np.empty(shape, np.float32),
         np.empty(shape, np.float32),
     )
-    for batch in prefill(model, requests.sequences, batch_tokens, f"{name}: prefill", record=True):
+    visited = np.ones(shape[:2], dtype=bool)
+    label, splits = f"{name}: prefill", requests.splits.tolist()
+    for batch in prefill(model, requests.sequences, batch_tokens, label, record=True, splits=splits):
         place, own, targets = _predictions(batch, offset)
         hidden[place] = own.float()
         other = None if reference_hidden is None else reference_hidden[place].to(own.dtype)
         nll[place], kl[place] = _losses(model, own, targets, other)
         if not np.isfinite(nll[place]).all():
-            broken = next(r for r in batch.rows if not np.isfinite(nll[offset[r] : offset[r + 1]]).all())
+            broken = np.searchsorted(offset, place[~np.isfinite(nll[place])][0], side="right") - 1
             raise InputError(
                 f"{name}: the loss of request '{requests.ids[broken]}' is not a finite number; the "
                 "checkpoint or its quantization is broken, or score_requests.compute_dtype is too narrow"
@@ -118,21 +128,27 @@ def score(
             .numpy()  # [B, S, L, k]
             for field in ("index", "weight", "gate_prob")
         ]
+        passed = torch.stack(batch.visited, dim=2).cpu().numpy()  # [B, S, L]
         for at, row in enumerate(batch.rows):
             length, to = requests.prompt_length[row], slice(prompt_offset[row], prompt_offset[row + 1])
             index[to], weight[to], gate_prob[to] = (array[at, :length] for array in stacked)
+            visited[to] = passed[at, :length]
     norm = np.stack([layer.router_rows().float().norm(dim=1).cpu().numpy() for layer in layers])
-    routing = PrefillRouting(prompt_offset, index, weight, gate_prob, norm / norm.mean(axis=1, keepdims=True))
+    norm /= norm.mean(axis=1, keepdims=True)
+    passes = visited if in_halves else None
+    routing = PrefillRouting(prompt_offset, index, weight, gate_prob, norm, passes)
     known = None if reference_hidden is None else kl
-    return TokenScores(requests.ids, offset, requests.prompt_length, nll, known), routing, hidden
+    first = np.maximum(requests.splits - 1, 1) if in_halves else None
+    return TokenScores(requests.ids, offset, requests.prompt_length, nll, known, first), routing, hidden
 
 
 def _predictions(batch: PrefillBatch, offset: np.ndarray) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
     """The batch's predictions [M]: place in the flat arrays, hidden state [M, H] and predicted token."""
-    real = batch.mask[:, 1:]  # a prediction is real where its target is; padding stands at the end of a row
-    count = real.sum(dim=1).tolist()
-    place = np.concatenate([np.arange(n) + offset[row] for row, n in zip(batch.rows, count, strict=True)])
-    return place, batch.hidden[:, :-1][real], batch.ids[:, 1:][real]
+    made = batch.predicted[:, 1:]  # a prediction is made where its target is predicted
+    place = np.concatenate(
+        [np.flatnonzero(own.numpy()) + offset[row] for row, own in zip(batch.rows, made, strict=True)]
+    )
+    return place, batch.hidden[:, :-1][made], batch.ids[:, 1:][made]
 
 
 def _losses(

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+import tasks.moe.native  # noqa: F401 (the families whose own code is not needed)
 from tasks.console import track
 from tasks.contracts import InputError, project_root
 from tasks.moe.headers import INDEX, read_headers
