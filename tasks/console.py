@@ -32,6 +32,12 @@ def run_step(main: Callable[..., None]) -> None:
         except (InputError, ParamsError) as error:
             print(f"{name}: error: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            print(
+                f"{name}: interrupted; nothing that existed was replaced: run again to carry on",
+                file=sys.stderr,
+            )
+            raise typer.Exit(130) from None
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EACCES, errno.EROFS):
                 raise
