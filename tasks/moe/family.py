@@ -103,6 +103,7 @@ class Family:
     rows: Callable[[Any], torch.Tensor] = _weight  # the router -> [E, H]
     top_k: Callable[[Any], int] = _top_k  # of the router
     head: Callable[[Any, torch.Tensor], torch.Tensor] = plain_head  # model, hidden [T, H] -> logits [T, V]
+    not_exportable: str | None = None  # why no loader reads quantized experts of this family; None: one does
 
     def pattern(self) -> str:
         """A regular expression that matches every layer's `keys` and nothing else."""

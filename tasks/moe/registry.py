@@ -8,13 +8,56 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from tasks.contracts import InputError
-from tasks.moe.family import Family, MoELayer
+from tasks.moe.family import Family, Fused, MoELayer, plain_head
+from tasks.moe.native.family import DEEPSEEK, LLAMA_MOE  # importing it also registers the native classes
+from tasks.moe.switch import SWITCH
+
+_FUSED_ON_DISK = "its checkpoints keep experts fused, and transformers loads quantized experts one by one"
+
+
+def _scaled_head(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return plain_head(model, hidden) / model.config.logits_scaling
+
 
 _QWEN = Family()
-FAMILIES: dict[str, Family] = {"qwen2_moe": _QWEN, "qwen3_moe": _QWEN}
+FAMILIES: dict[str, Family] = {
+    "qwen2_moe": _QWEN,
+    "qwen3_moe": _QWEN,
+    "olmoe": _QWEN,
+    "deepseek_v2": _QWEN,
+    "deepseek_v3": Family(scores="sigmoid"),
+    "mixtral": Family(
+        stored=("model.layers.{}.block_sparse_moe",),
+        matrices={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    ),
+    "gpt_oss": Family(
+        router="router",
+        fused={
+            "gate_proj": Fused("experts.gate_up_proj", "even", transposed=True),
+            "up_proj": Fused("experts.gate_up_proj", "odd", transposed=True),
+            "down_proj": Fused("experts.down_proj", transposed=True),
+        },
+        not_exportable=_FUSED_ON_DISK,
+    ),
+    "granitemoe": Family(
+        blocks=("model.layers.{}.block_sparse_moe",),
+        router="router",
+        fused={
+            "gate_proj": Fused("input_linear.weight", "first half"),
+            "up_proj": Fused("input_linear.weight", "second half"),
+            "down_proj": Fused("output_linear.weight"),
+        },
+        head=_scaled_head,
+        not_exportable=_FUSED_ON_DISK,
+    ),
+    "switch_transformers": SWITCH,
+    "llama_moe": LLAMA_MOE,
+    "deepseek": DEEPSEEK,
+}
 
 
 def family_of(config: Any) -> Family:
@@ -41,7 +84,7 @@ def moe_layers(model: PreTrainedModel) -> list[MoELayer]:
         stack, _, below = block_path.partition(".{}.")
         for number, layer in enumerate(model.get_submodule(stack)):  # type: ignore[arg-type]
             block = _below(layer, below)
-            module = getattr(block, family.experts, None)
+            module = _below(block, family.experts)
             if module is not None:  # else a dense layer
                 name = block_path.format(number)
                 experts = family.adapt(module, f"{name}.{family.experts}", family)

@@ -19,7 +19,9 @@ def _rows(gate: Any) -> torch.Tensor:
     return gate.rows()
 
 
-DEEPSEEK = Family(adapt=_adapt)
+_NO_CLASS = "transformers has no class for it"
+
+DEEPSEEK = Family(adapt=_adapt, not_exportable=_NO_CLASS)
 LLAMA_MOE = Family(
     experts="calculator.experts",
     key="calculator.experts.{matrix}.{expert}",
@@ -27,4 +29,5 @@ LLAMA_MOE = Family(
     matrices={"gate_proj": "weight_gate", "up_proj": "weight_up", "down_proj": "weight_down"},
     adapt=_adapt,
     rows=_rows,
+    not_exportable=_NO_CLASS,
 )
