@@ -7,6 +7,7 @@ A dequantized weight is rounded to those 16 bits too, and so equals what such an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from tasks.quant.threads import side_by_side
 
 ZERO_POINT_DTYPE = torch.float16
 CHUNK_VALUES = 2**17  # weights fitted at once: a constant, so that results never depend on the machine
-_TINY = 2.0**-24  # the smallest positive float16
+TINY = 2.0**-24  # the smallest positive float16
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,10 @@ def min_max(groups: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tenso
     """
     if grid.symmetric:
         scale = groups.abs().amax(dim=1, keepdim=True) / (grid.top / 2)
-        return scale.clamp_min_(_TINY), torch.full_like(scale, grid.middle)
+        return scale.clamp_min_(TINY), torch.full_like(scale, grid.middle)
     low = groups.amin(dim=1, keepdim=True).clamp_max_(0)
     high = groups.amax(dim=1, keepdim=True).clamp_min_(0)
-    scale = ((high - low) / grid.top).clamp_min_(_TINY)
+    scale = ((high - low) / grid.top).clamp_min_(TINY)
     return scale, -low / scale
 
 
@@ -112,10 +113,10 @@ def quantize_groups(weights: torch.Tensor, grid: Grid, fit: Fit, name: str = "ma
     def fit_chunk(start: int) -> None:
         part = slice(start, start + step)
         groups = flat[part].float()
-        if not torch.isfinite(groups).all():
+        if not math.isfinite(float(groups.abs().amax())):  # the largest is NaN where any is
             raise InputError(f"{name} holds NaN or infinite weights: expected finite weights")
         scale, zero_point = fit(groups, grid)
-        scales[part], zeros[part] = scale.clamp_min_(_TINY), zero_point
+        scales[part], zeros[part] = scale.clamp_min_(TINY), zero_point
         if not (torch.isfinite(scales[part]).all() and torch.isfinite(zeros[part]).all()):
             raise InputError(f"{name}: a group's scale or zero point does not fit into 16 bits")
         codes[part] = encode(groups, scales[part].float(), zeros[part].float(), grid)

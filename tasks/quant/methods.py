@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from tasks.contracts import InputError
+from tasks.quant.clip_search import quantize_clip_search
 from tasks.quant.gptq import Gptq, quantize_gptq
 from tasks.quant.grid import Grid, QuantizedMatrix
 from tasks.quant.hessian import Hessians
@@ -34,6 +35,7 @@ def _gptq(
 
 METHODS: dict[str, Method] = {
     "rtn": lambda weights, grid, name, hessians, gptq: quantize_rtn(weights, grid, name),
+    "clip_search": lambda weights, grid, name, hessians, gptq: quantize_clip_search(weights, grid, name),
     "hqq": lambda weights, grid, name, hessians, gptq: quantize_hqq(weights, grid, name),
     "gptq": _gptq,
 }

@@ -101,7 +101,9 @@ def test_hqq_of_a_dead_expert(symmetric: bool) -> None:
 
 
 def test_unknown_method() -> None:
-    with pytest.raises(InputError, match=r"'awq' is not known: expected one of \['gptq', 'hqq', 'rtn'\]"):
+    with pytest.raises(
+        InputError, match=r"'awq' is not known: expected one of \['clip_search', 'gptq', 'hqq', 'rtn'\]"
+    ):
         quantize("awq", torch.zeros(1, 2, 64), Grid(2, 64, symmetric=True))
 
 
