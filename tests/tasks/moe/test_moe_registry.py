@@ -67,7 +67,7 @@ def test_a_family_that_is_not_known() -> None:
     config = LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )
-    with pytest.raises(InputError, match=r"'llama' is not a known MoE family: expected one of \['qwen2_moe'"):
+    with pytest.raises(InputError, match=r"'llama' is not a known MoE family: expected one of .*'qwen2_moe'"):
         moe_layers(AutoModelForCausalLM.from_config(config))
 
 
