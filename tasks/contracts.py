@@ -26,6 +26,10 @@ class InputError(ValueError):
     """The user's input cannot be used; the message says what was wrong, got, expected and how to mend it."""
 
 
+class ResumableError(InputError):
+    """The machine failed, or a limit was hit: the same run can be carried on, so what it has finished is kept."""
+
+
 # --- where the project is ---------------------------------------------------------------------------------------
 
 

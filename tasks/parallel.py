@@ -23,7 +23,7 @@ from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any, Protocol, TypeVar
 
-from tasks.contracts import InputError
+from tasks.contracts import InputError, ResumableError
 from tasks.params import Runtime
 
 Item = TypeVar("Item")
@@ -44,8 +44,8 @@ def pmap(
     """Yield `work(item)` of every item, in order; `work`, items and results must be picklable.
 
     `items` may be a generator: at most IN_FLIGHT times `runtime.workers` items have been taken from it and not
-    yet been yielded. Raises the InputError that an item raised, and an InputError when a worker was killed or the
-    engine is not installed; then, and on Ctrl-C, no worker is left.
+    yet been yielded. Raises the InputError that an item raised, ResumableError when a worker was killed, InputError
+    when the engine is not installed; then, and on Ctrl-C, no worker is left.
     """
     with workers(runtime) as spread, closing(spread(work, items)) as results:
         yield from results
@@ -90,7 +90,7 @@ def _in_order(
         while waiting:
             yield oldest()
     except engine.killed as error:
-        raise InputError(
+        raise ResumableError(
             f"a worker ended before its work was done ({type(error).__name__}): most often the machine's memory "
             "ran out; nothing was replaced: lower runtime.workers, or free memory, and run again"
         ) from error

@@ -1,14 +1,17 @@
 """Quantize every routed expert of the reference at one bit width: one complete instance (fan-out over bits).
 
-In: the reference's folder. Out: artifacts/instances/W<bits>, a folder that `tasks.moe.checkpoint.load_model`
-loads; with `symmetric: true` plain transformers and engines that read compressed-tensors load it too.
-Everything but the routed experts is byte for byte the reference's.
-Costs one pass over the expert weights, one matrix of one layer in memory at a time: hqq about 4 million
-weights a second on one core, rtn about 100 million.
+In: the reference's folder; for gptq also artifacts/requests/calibration.parquet. Out: artifacts/instances/W<bits>,
+a folder that `tasks.moe.checkpoint.load_model` loads; with `symmetric: true` plain transformers and engines that
+read compressed-tensors load it too, where the family allows it. All but the routed experts is byte for byte the
+reference's.
+Costs one pass over the expert weights, a few experts of one layer in memory at a time: hqq about 4 million weights a
+second on one core, rtn about 100 million. gptq also walks the calibration tokens through the layers, with one layer's
+weights and Hessians in memory. A run that was killed is carried on by the next one, layer by layer.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +21,98 @@ from transformers import PreTrainedModel
 from tasks.console import run_step
 from tasks.contracts import GIB, InputError, read_json, replacing_folder, write_json
 from tasks.moe.checkpoint import skeleton
-from tasks.moe.instance import copy_side_files, expert_stacks, write_experts, write_index, write_rest
+from tasks.moe.instance import copy_side_files, write_index, write_rest
+from tasks.moe.quantizing import CalibratedWalk, digest_of, write_calibrated_shards, write_shards
 from tasks.moe.registry import family_of, moe_layers
+from tasks.moe.shards import Settings, Shards, unfinished
+from tasks.moe.stored_experts import stored_layers
 from tasks.moe.tensors import CheckpointTensors
-from tasks.params import QuantizeInstances, load_params
-from tasks.quant.formats import EXPERTS_FILE, MANIFEST_FILE, REST_FILE, file_sha256, quantization_config
+from tasks.parallel import IN_PROCESS, workers
+from tasks.params import QuantizeInstances, Runtime, load_params
+from tasks.quant.formats import MANIFEST_FILE, REST_FILE, quantization_config
+from tasks.quant.gptq import Gptq
 from tasks.quant.grid import Grid
+from tasks.quant.methods import NEEDS_HESSIANS
+from tasks.replication.calibration import read_calibration
 
 VERSION = 1
 
 
-def run(reference: str | Path, output: str | Path, bits: int, params: QuantizeInstances) -> dict[str, Any]:
-    """Write the instance folder `output` and return its manifest.
+def run(
+    reference: str | Path,
+    output: str | Path,
+    bits: int,
+    params: QuantizeInstances,
+    requests: str | Path | None = None,
+    runtime: Runtime = IN_PROCESS,
+) -> dict[str, Any]:
+    """Write the instance folder `output` and return its manifest; `requests` holds gptq's calibration tokens.
 
     Raises InputError, before any quantization, for a reference without MoE layers, an expert that the
-    checkpoint lacks, or a group size that does not divide a matrix; and for weights that are not finite.
+    checkpoint lacks, or a group size that does not divide a matrix; and for weights that are not finite, or more
+    experts without calibration tokens than `gptq.max_fallback_share` allows.
     """
-    reference = Path(reference)
-    grid = Grid(bits, params.group_size, params.symmetric)
+    reference, output = Path(reference), Path(output)
+    settings = Settings(
+        params.method,
+        Grid(bits, params.group_size, params.symmetric),
+        Gptq(params.gptq.damping, params.gptq.shrinkage),
+    )
     model = skeleton(reference)
-    source = CheckpointTensors(reference)
-    stacks = expert_stacks(model, source)
+    layers = stored_layers(model, CheckpointTensors(reference))
+    for matrix in chain.from_iterable(layer.matrices for layer in layers):
+        settings.grid.groups(matrix.shape[2], matrix.keys[0])
+    calibration = _calibration(params, requests)
+    walk = None
+    if calibration is not None:
+        limits = params.gptq.inputs, params.gptq.max_fallback_share
+        walk = CalibratedWalk(calibration, runtime.batch_tokens, *limits)
+    with unfinished(output, digest_of(reference, settings, walk)) as folder, workers(runtime) as spread:
+        shards = Shards(folder, layers, settings.grid)
+        if walk is None:
+            write_shards(shards, reference, settings, spread)
+        else:
+            write_calibrated_shards(shards, reference, settings, spread, walk)
+        return _publish(output, reference, model, bits, params, shards)
+
+
+def _calibration(params: QuantizeInstances, requests: str | Path | None) -> list[list[int]] | None:
+    """Token sequences for a method that needs them, None for the others."""
+    if params.method not in NEEDS_HESSIANS:
+        return None
+    if requests is None:
+        raise InputError(
+            f"method '{params.method}' needs calibration tokens: give the folder of the requests"
+        )
+    return read_calibration(Path(requests))
+
+
+def _publish(
+    output: Path,
+    reference: Path,
+    model: PreTrainedModel,
+    bits: int,
+    params: QuantizeInstances,
+    shards: Shards,
+) -> dict[str, Any]:
+    """Move the finished shards into a complete instance; returns its manifest."""
+    family, counts = family_of(model.config), [shards.counts(place) for place in range(len(shards.layers))]
+    obstacle = "asymmetric" if not params.symmetric else family.not_exportable
     with replacing_folder(output) as folder:
-        experts, counted = write_experts(folder / EXPERTS_FILE, source, stacks, params.method, grid)
-        rest, rest_bytes = write_rest(folder / REST_FILE, source, stacks)
+        rest, rest_bytes = write_rest(folder / REST_FILE, reference, shards.layers)
         copy_side_files(reference, folder)
         config = read_json(reference / "config.json")
-        if grid.symmetric:
-            config["quantization_config"] = quantization_config(grid, family_of(model.config).pattern())
-            write_index(folder, {REST_FILE: rest, EXPERTS_FILE: experts})
-        # An asymmetric folder has no index, on purpose: plain transformers then refuses it, where with one it
-        # would ignore the zero points or fill the experts with random weights.
+        if obstacle is None:
+            config["quantization_config"] = quantization_config(shards.grid, family.pattern())
+            files = {own["file"]: shards.entries(place) for place, own in enumerate(counts)}
+            write_index(folder, {REST_FILE: rest, **files})
+        # A folder that is not for export has no index, on purpose: plain transformers then refuses it, where with one
+        # it would ignore the zero points or fill the experts with random weights.
         write_json(folder / "config.json", config, digits=17)
+        for place, own in enumerate(counts):
+            shards.path(place).rename(folder / own["file"])
         size_bytes = sum(path.stat().st_size for path in folder.iterdir())
+        counted = _checked_counts(model, counts)
         manifest = {
             "name": f"W{bits}",
             "version": VERSION,
@@ -58,35 +120,63 @@ def run(reference: str | Path, output: str | Path, bits: int, params: QuantizeIn
             "method": params.method,
             "group_size": params.group_size,
             "symmetric": params.symmetric,
-            "exportable": params.symmetric,
+            "exportable": obstacle is None,
             "export": "compressed-tensors pack-quantized"
-            if params.symmetric
-            else "not for export: asymmetric",
-            **_checked_counts(model, counted),
+            if obstacle is None
+            else f"not for export: {obstacle}",
+            **counted,
             "rest_bytes": rest_bytes,
             "size_bytes": size_bytes,  # of the whole folder but this manifest: headers and tokenizer included
             "size_gib": size_bytes / GIB,
             "ideal_gib": (counted["ideal_expert_bytes"] + rest_bytes) / GIB,
             "expert_matrices_seen_by_optimum_gptq": _seen_by_optimum(model),
-            "experts_sha256": file_sha256(folder / EXPERTS_FILE),
+            "experts": [
+                {key: own[key] for key in ("layer", "file", "sha256", "size_bytes")} for own in counts
+            ],
         }
+        if params.method in NEEDS_HESSIANS:
+            manifest |= _calibration_counts(params, counts)
         write_json(folder / MANIFEST_FILE, manifest, digits=10)
     return manifest
 
 
-def _checked_counts(model: PreTrainedModel, counted: dict[str, Any]) -> dict[str, Any]:
-    """`counted` and the expert blocks; raises RuntimeError unless what was written is all that the modules
-    hold."""
+def _checked_counts(model: PreTrainedModel, counts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over the shards; raises RuntimeError unless what was written is all that the modules hold."""
     layers = moe_layers(model)
-    blocks = sum(layer.num_experts for layer in layers)
-    matrices = sum(layer.num_experts * len(layer.matrices()) for layer in layers)
-    parameters = sum(parameter.numel() for layer in layers for parameter in layer.experts.parameters())
-    if (counted["matrices"], counted["expert_parameters"]) != (matrices, parameters):
-        raise RuntimeError(
-            f"quantized {counted['matrices']} matrices with {counted['expert_parameters']} parameters, "
-            f"expected {matrices} with {parameters}"
-        )
-    return {"layers": len(layers), "blocks": blocks, **counted}
+    found = {
+        key: sum(own[key] for own in counts)
+        for key in ("matrices", "parameters", "stored_bytes", "ideal_bytes")
+    }
+    expected = (
+        sum(layer.num_experts * len(layer.matrices()) for layer in layers),
+        sum(parameter.numel() for layer in layers for parameter in layer.experts.parameters()),
+    )
+    if (found["matrices"], found["parameters"]) != expected:
+        raise RuntimeError(f"quantized (matrices, parameters) {found}, expected {expected}")
+    error, total = (sum(own[key] for own in counts) for key in ("error", "total"))
+    return {
+        "layers": len(layers),
+        "blocks": sum(layer.num_experts for layer in layers),
+        "matrices": found["matrices"],
+        "expert_parameters": found["parameters"],
+        "expert_bytes": found["stored_bytes"],
+        "ideal_expert_bytes": found["ideal_bytes"],
+        "stored_bits": 8 * found["stored_bytes"] / found["parameters"],
+        "relative_error": (error / total) ** 0.5 if total else 0.0,  # Frobenius, over all experts
+    }
+
+
+def _calibration_counts(params: QuantizeInstances, counts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What gptq saw of each expert [L][E], and how often it fell back."""
+    tokens = [own["tokens"] for own in counts]
+    fallbacks = sum(own.count(0) for own in tokens)
+    return {
+        "gptq": params.gptq.model_dump(),
+        "expert_tokens": tokens,
+        "fallbacks": fallbacks,  # experts without a token, which use their layer's pooled Hessian
+        "fallback_share": fallbacks / sum(map(len, tokens)),
+        "extra_damped_matrices": sum(own["damped"] for own in counts),
+    }
 
 
 def _seen_by_optimum(model: PreTrainedModel) -> int:
@@ -94,7 +184,7 @@ def _seen_by_optimum(model: PreTrainedModel) -> int:
     over experts fused into one parameter without a word."""
     from optimum.gptq.utils import get_layers  # seconds to import, and only needed here
 
-    prefixes = tuple(f"{layer.name}.experts." for layer in moe_layers(model))
+    prefixes = tuple(f"{layer.name}.{layer.family.experts}." for layer in moe_layers(model))
     return sum(name.startswith(prefixes) for name in get_layers(model))
 
 
@@ -106,8 +196,13 @@ def main(bits: int) -> None:
         raise InputError(
             f"W{bits} is not in the pool: quantize_instances.bits is {params.quantize_instances.bits}"
         )
-    manifest = run("artifacts/reference", f"artifacts/instances/W{bits}", bits, params.quantize_instances)
-    write_json(f"metrics/instances/W{bits}.json", manifest)
+    manifest = run(
+        "artifacts/reference", f"artifacts/instances/W{bits}", bits, params.quantize_instances,
+        "artifacts/requests", params.runtime,
+    )  # fmt: skip
+    # How often each expert was seen, and the shards' names, stay with the instance.
+    numbers = {key: value for key, value in manifest.items() if not isinstance(value, list | dict)}
+    write_json(f"metrics/instances/W{bits}.json", numbers)
     print(
         f"W{bits}: {manifest['blocks']} expert blocks, {manifest['matrices']} matrices, "
         f"{manifest['stored_bits']:.2f} bits per weight, {manifest['size_gib']:.3f} GiB, "

@@ -1,18 +1,17 @@
 """An instance on disk: packed routed experts, everything else as the reference stores it, and how both are
 loaded.
 
-model-experts.safetensors   packed experts under the checkpoint's own names (tasks/quant/formats.py)
-model-rest.safetensors      every other tensor, the same bytes for every instance of a reference
-manifest.json               what was counted; marks the folder as an instance
+model-experts-00001-of-000NN.safetensors   packed experts (tasks/quant/formats.py), one shard per MoE layer
+model-rest.safetensors                     every other tensor, the same bytes for every instance of a reference
+manifest.json                              what was counted, and the shards; marks the folder as an instance
 config.json, tokenizer files, generation settings, notices; model.safetensors.index.json where exportable
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +20,24 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tasks.console import track
 from tasks.contracts import InputError, read_json, write_json
 from tasks.moe.fused import EXPERTS_IMPLEMENTATION
-from tasks.moe.registry import expert_keys, moe_layers
+from tasks.moe.registry import moe_layers
+from tasks.moe.stored_experts import StoredLayer, consumed
 from tasks.moe.tensors import CheckpointTensors, auto_class, check_keys, read_config
 from tasks.quant.formats import (
-    EXPERTS_FILE,
     INDEX_FILE,
     MANIFEST_FILE,
     REST_FILE,
+    SUFFIXES,
     Entry,
     TensorFile,
-    packed_entries,
-    packed_tensors,
+    expert_files,
     read_packed,
 )
-from tasks.quant.grid import Grid, scale_dtype
-from tasks.quant.methods import quantize
-from tasks.quant.size import ideal_bytes, relative_error_parts
-from tasks.quant.threads import side_by_side
 
+MAPPED_BYTES = 2**28
+EXPERTS_AT_ONCE = 16
 SIDE_FILES = (
     "generation_config.json",
     "chat_template*",
@@ -53,96 +49,22 @@ SIDE_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class Stack:
-    """One matrix of all experts of one layer."""
+def write_rest(path: Path, reference: Path, layers: Sequence[StoredLayer]) -> tuple[dict[str, Entry], int]:
+    """Copy every tensor but the experts' as it is stored; returns the file's entries and their bytes.
 
-    keys: list[str]  # [E] module paths in the checkpoint
-    shape: tuple[int, int, int]  # E, out, in
-
-    @property
-    def names(self) -> list[str]:
-        """[E] names of the floating tensors."""
-        return [f"{key}.weight" for key in self.keys]
-
-
-def expert_stacks(model: PreTrainedModel, source: CheckpointTensors) -> list[Stack]:
-    """Every stack of routed expert matrices, in depth order; `model` may be on the meta device.
-
-    Raises InputError when the model has no MoE layers or the checkpoint lacks an expert's tensor.
+    Biases of experts are among them.
     """
-    stacks = []
-    for layer in moe_layers(model):
-        for matrix, view in layer.matrices().items():
-            stack = Stack(expert_keys(model, layer, matrix), (view.shape[0], view.shape[1], view.shape[2]))
-            lacking = [name for name in stack.names if name not in source.files]
-            if lacking:
-                raise InputError(
-                    f"{source.folder}: the checkpoint has no '{lacking[0]}' ({len(lacking)} of the layer's "
-                    f"{len(stack.keys)} {matrix} matrices are absent): expected one tensor per expert"
-                )
-            stacks.append(stack)
-    return stacks
-
-
-def write_experts(
-    path: Path, source: CheckpointTensors, stacks: list[Stack], method: str, grid: Grid
-) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """Quantize and write stack by stack, one in memory at a time.
-
-    Returns the file's entries and what was counted while writing: matrices, expert_parameters, expert_bytes,
-    ideal_expert_bytes, stored_bits, relative_error (Frobenius, over all experts). Raises InputError before
-    any work for a group size that does not divide, later for tensors of another shape or that are not finite.
-    """
-    entries: dict[str, Entry] = {}
-    for stack in stacks:
-        grid.groups(stack.shape[2], stack.keys[0])
-        stored_as = scale_dtype(source.entry(stack.names[0])[0])
-        entries.update(packed_entries(stack.keys, stack.shape[1:], grid, stored_as))
-    parameters = matrices = stored = 0
-    ideal = error = total = 0.0
-    with TensorFile(path, entries) as file:
-        for stack in track(stacks, f"W{grid.num_bits} {method}", len(stacks)):
-            weights = source.stacked(stack.names)
-            if tuple(weights.shape) != stack.shape:
-                got, expected = list(weights.shape[1:]), list(stack.shape[1:])
-                raise InputError(f"{source.folder}: '{stack.names[0]}' is {got}, config.json says {expected}")
-            finite = side_by_side(lambda weight: bool(torch.isfinite(weight).all()), weights)
-            if not all(finite):
-                broken = stack.names[finite.index(False)]
-                raise InputError(
-                    f"{source.folder}: '{broken}' holds NaN or infinity: expected finite weights"
-                )
-            quantized = quantize(method, weights, grid, stack.keys[0])
-            for name, tensor in packed_tensors(quantized, stack.keys).items():
-                file.write(name, tensor)
-                stored += tensor.nbytes
-            stack_error, stack_total = relative_error_parts(weights, quantized)
-            error, total = error + stack_error, total + stack_total
-            ideal += ideal_bytes(stack.shape, grid)
-            parameters += weights.numel()
-            matrices += len(stack.keys)
-    return entries, {
-        "matrices": matrices,
-        "expert_parameters": parameters,
-        "expert_bytes": stored,
-        "ideal_expert_bytes": ideal,
-        "stored_bits": 8 * stored / parameters,
-        "relative_error": (error / total) ** 0.5 if total else 0.0,
-    }
-
-
-def write_rest(path: Path, source: CheckpointTensors, stacks: list[Stack]) -> tuple[dict[str, Entry], int]:
-    """Copy every tensor but the experts' as it is stored; returns the file's entries and their bytes."""
-    experts = {name for stack in stacks for name in stack.names}
-    names = sorted(name for name in source.files if name not in experts)
+    source = CheckpointTensors(reference)
+    names = sorted(source.files.keys() - consumed(layers))
     entries = {name: source.entry(name) for name in names}
-    written = 0
+    written = mapped = 0
     with TensorFile(path, entries) as file:
         for name in names:
+            if mapped > MAPPED_BYTES:  # what is mapped counts as memory of this process
+                source, mapped = CheckpointTensors(reference), 0
             tensor = source.get(name)
             file.write(name, tensor)
-            written += tensor.nbytes
+            written, mapped = written + tensor.nbytes, mapped + tensor.nbytes
     return entries, written
 
 
@@ -191,12 +113,27 @@ def load_instance(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
     check_keys(
         folder, missing - fused, {*info["unexpected_keys"], *(fused - missing)}, info["mismatched_keys"]
     )
-    num_bits = read_json(folder / MANIFEST_FILE)["bits"]
-    with safe_open(folder / EXPERTS_FILE, "pt") as source:
-        for layer in layers:
+    num_bits, shards = read_json(folder / MANIFEST_FILE)["bits"], expert_files(folder)
+    if len(shards) != len(layers):
+        raise InputError(
+            f"{folder}: {len(shards)} shards of experts, but the model of config.json has {len(layers)} MoE layers: "
+            "expected one each"
+        )
+    for layer, shard in zip(layers, shards, strict=True):
+        keys = {matrix: layer.keys(matrix) for matrix in layer.matrices()}
+        with safe_open(shard, "pt") as source:
+            known = {f"{key}.{suffix}" for own in keys.values() for key in own for suffix in SUFFIXES}
+            check_keys(shard, (), set(source.keys()) - known)
             for matrix, view in layer.matrices().items():
-                view.copy_(read_packed(source, expert_keys(model, layer, matrix), num_bits).dequantize())
+                dequantize_into(view, source, keys[matrix], num_bits)
     return model.eval()
+
+
+def dequantize_into(view: torch.Tensor, source: Any, keys: Sequence[str], num_bits: int) -> None:
+    """Fill `view` [E, out, in] with the matrices `keys` of a shard, a few experts at a time."""
+    for first in range(0, len(keys), EXPERTS_AT_ONCE):
+        part = slice(first, first + EXPERTS_AT_ONCE)
+        view[part] = read_packed(source, keys[part], num_bits).dequantize()
 
 
 @contextmanager

@@ -23,12 +23,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from tasks.contracts import InputError
+from tasks.contracts import InputError, read_json
 from tasks.quant.grid import ZERO_POINT_DTYPE, Grid, QuantizedMatrix
 from tasks.quant.pack import pack, packed_words, unpack
 from tasks.quant.threads import side_by_side
 
-EXPERTS_FILE = "model-experts.safetensors"
 REST_FILE = "model-rest.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MANIFEST_FILE = "manifest.json"
@@ -41,6 +40,26 @@ _DTYPES = {
 }  # fmt: skip
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
+
+
+def experts_file(number: int, count: int) -> str:
+    """Name of the shard with the experts of the MoE layer at place `number` of `count`, from 1 on."""
+    return f"model-experts-{number:05d}-of-{count:05d}.safetensors"
+
+
+def expert_files(folder: Path) -> list[Path]:
+    """An instance's shards of experts, one per MoE layer in depth order, as its manifest lists them.
+
+    Raises InputError when one is absent.
+    """
+    paths = [folder / shard["file"] for shard in read_json(folder / MANIFEST_FILE)["experts"]]
+    absent = [path.name for path in paths if not path.is_file()]
+    if absent:
+        raise InputError(
+            f"{folder}: {len(absent)} of {len(paths)} shards that {MANIFEST_FILE} names are absent, first {absent[0]}: "
+            "quantize again"
+        )
+    return paths
 
 
 class TensorFile:

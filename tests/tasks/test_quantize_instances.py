@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from tasks import quantize_instances
 from tasks.contracts import InputError, read_json
 from tasks.moe.checkpoint import load_model, load_tokenizer
-from tasks.moe.instance import expert_stacks
-from tasks.moe.registry import expert_keys, moe_layers
+from tasks.moe.registry import moe_layers
+from tasks.moe.stored_experts import consumed, stored_layers
 from tasks.moe.tensors import CheckpointTensors
-from tasks.params import QuantizeInstances
-from tasks.quant.formats import EXPERTS_FILE, INDEX_FILE, MANIFEST_FILE, REST_FILE
+from tasks.params import QuantizeInstances, load_params
+from tasks.quant.formats import INDEX_FILE, MANIFEST_FILE, REST_FILE, expert_files, experts_file
 from tasks.quant.grid import Grid
 from tasks.quant.methods import quantize
 from tests.seeded_models import seeded_checkpoint
@@ -24,9 +24,18 @@ from tests.seeded_models import seeded_checkpoint
 IDS = torch.randint(0, 350, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
+ROOT = Path(__file__).parents[2]
+
+
 def settings(**changes: Any) -> QuantizeInstances:
-    values = {"bits": [2, 3, 4], "method": "hqq", "group_size": 32, "symmetric": False}
-    return QuantizeInstances(**{**values, **changes})
+    """params.yaml's section with a group size that fits the seeded models."""
+    values = load_params(ROOT / "params.yaml").quantize_instances.model_dump()
+    return QuantizeInstances(**{**values, "group_size": 32, **changes})
+
+
+def packed(folder: Path) -> dict[str, torch.Tensor]:
+    """The packed tensors of all shards."""
+    return {name: tensor for shard in expert_files(folder) for name, tensor in load_file(shard).items()}
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -54,7 +63,7 @@ def by_hand(reference: Path, bits: int, params: QuantizeInstances) -> Any:
     source = CheckpointTensors(reference)
     for layer in moe_layers(model):
         for matrix, view in layer.matrices().items():
-            weights = source.stacked([f"{key}.weight" for key in expert_keys(model, layer, matrix)])
+            weights = layer.read(source, matrix)
             grid = Grid(bits, params.group_size, params.symmetric)
             view.copy_(quantize(params.method, weights, grid).dequantize())
     return model
@@ -105,7 +114,7 @@ def test_the_manifest_counts_what_is_there(reference: Path, tmp_path: Path) -> N
     assert manifest["matrices"] == layers * 8 * 3
     assert manifest["expert_parameters"] == layers * 8 * 3 * 2048
     assert manifest["ideal_expert_bytes"] == manifest["expert_parameters"] * (3 + 32 / 32) / 8
-    tensors = load_file(folder / EXPERTS_FILE)
+    tensors = packed(folder)
     assert manifest["expert_bytes"] == sum(tensor.nbytes for tensor in tensors.values())
     assert manifest["stored_bits"] == pytest.approx(
         8 * manifest["expert_bytes"] / manifest["expert_parameters"]
@@ -131,12 +140,12 @@ def test_relative_error_is_that_of_the_loaded_weights(reference: Path, tmp_path:
 def test_no_floating_copy_of_a_routed_expert(reference: Path, tmp_path: Path) -> None:
     quantize_instances.run(reference, tmp_path / "W4", 4, settings())
     source = CheckpointTensors(reference)
-    routed = {name for stack in expert_stacks(load_model(reference), source) for name in stack.names}
+    routed = consumed(stored_layers(load_model(reference), source))
     shapes = {source.entry(name)[1] for name in routed}
     for file in (tmp_path / "W4").glob("*.safetensors"):
         with safe_open(file, "pt") as stored:
             assert not routed & set(stored.keys())
-            if file.name == EXPERTS_FILE:
+            if file.name != REST_FILE:
                 for name in stored.keys():  # noqa: SIM118
                     tensor = stored.get_tensor(name)
                     assert not (tensor.is_floating_point() and tuple(tensor.shape) in shapes)
@@ -149,12 +158,13 @@ def test_one_flipped_bit_changes_the_logits(reference: Path, tmp_path: Path) -> 
     folder = tmp_path / "W3"
     quantize_instances.run(reference, folder, 3, settings())
     before = logits(load_model(folder))
-    tensors = load_file(folder / EXPERTS_FILE)
+    shard = expert_files(folder)[0]
+    tensors = load_file(shard)
     name = next(name for name in sorted(tensors) if name.endswith("down_proj.weight_packed"))
     words = tensors[name].numpy().copy()
     words[0, 0] ^= np.int32(1 << 2)  # the top bit of the first code
     tensors[name] = torch.from_numpy(words)
-    save_file(tensors, folder / EXPERTS_FILE, metadata={"format": "pt"})
+    save_file(tensors, shard, metadata={"format": "pt"})
     assert not torch.equal(logits(load_model(folder)), before)
 
 
@@ -188,7 +198,7 @@ def test_a_sharded_reference_gives_the_same_instance(reference: Path, tmp_path: 
     load_model(reference, torch.bfloat16).save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
     quantize_instances.run(reference, tmp_path / "whole_W4", 4, settings())
     quantize_instances.run(tmp_path / "sharded", tmp_path / "sharded_W4", 4, settings())
-    for name in (EXPERTS_FILE, REST_FILE):
+    for name in (*(shard.name for shard in expert_files(tmp_path / "whole_W4")), REST_FILE):
         assert (tmp_path / "whole_W4" / name).read_bytes() == (tmp_path / "sharded_W4" / name).read_bytes()
     assert not (tmp_path / "sharded_W4" / INDEX_FILE).exists()
 
@@ -237,9 +247,10 @@ def test_the_configuration_of_an_exported_instance(reference: Path, tmp_path: Pa
     assert quantization["format"] == "pack-quantized"
     assert quantization["config_groups"]["experts"]["weights"]["num_bits"] == 3
     index = read_json(tmp_path / "W3" / INDEX_FILE)
-    assert set(index["weight_map"].values()) == {EXPERTS_FILE, REST_FILE}
+    shards = [shard.name for shard in expert_files(tmp_path / "W3")]
+    assert set(index["weight_map"].values()) == {*shards, REST_FILE}
     assert index["metadata"]["total_size"] == sum(
         tensor.nbytes
-        for file in (EXPERTS_FILE, REST_FILE)
+        for file in (*shards, REST_FILE)
         for tensor in load_file(tmp_path / "W3" / file).values()
     )
