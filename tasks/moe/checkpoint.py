@@ -16,10 +16,11 @@ from transformers.utils import logging as transformers_logging
 
 from tasks.contracts import InputError, ReplicationPlan
 from tasks.moe.fused import EXPERTS_IMPLEMENTATION
+from tasks.moe.headers import merge_headers, read_header
 from tasks.moe.instance import load_instance
 from tasks.moe.registry import moe_layers
 from tasks.moe.replicas import check_plan, install_physical_experts
-from tasks.moe.tensors import CheckpointTensors, auto_class, check_keys, read_config
+from tasks.moe.tensors import CheckpointTensors, auto_class, check_finite, check_keys, read_config
 from tasks.quant.formats import MANIFEST_FILE, SUFFIXES, read_packed
 
 PLAN_FILE = "plan.json"
@@ -35,7 +36,8 @@ def load_model(
     """Load `folder` in eval mode, all its weights in `dtype`.
 
     A variant needs `reference`, the folder that holds everything it did not quantize. Raises InputError for a
-    folder without a checkpoint, for any missing or unexpected key, and for a variant without its reference.
+    folder without a checkpoint, for truncated files, for any missing or unexpected key, for weights that are
+    not finite, and for a variant without its reference.
     """
     folder = Path(folder)
     transformers_logging.disable_progress_bar()
@@ -48,8 +50,11 @@ def load_model(
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: no config.json there: expected a checkpoint folder")
     if (folder / MANIFEST_FILE).is_file():
-        return load_instance(folder, dtype, trust_remote_code)
-    _ = CheckpointTensors(folder).files  # safetensors only, and no shard absent
+        merge_headers(sorted(folder.glob("*.safetensors")))  # whole, before any is read
+        model = load_instance(folder, dtype, trust_remote_code)
+        check_finite(folder, model.named_parameters())
+        return model
+    _ = CheckpointTensors(folder).headers  # safetensors only, and every shard whole
     config = read_config(folder, trust_remote_code)
     loaded: Any = auto_class(config).from_pretrained(
         folder,
@@ -63,6 +68,7 @@ def load_model(
     )
     model, info = loaded
     check_keys(folder, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
+    check_finite(folder, model.named_parameters())
     return model.eval()
 
 
@@ -85,6 +91,7 @@ def load_variant(model: PreTrainedModel, folder: Path) -> None:
     Raises InputError for a plan made for another model, and for any missing or unexpected packed tensor.
     """
     plan = ReplicationPlan.load_from(folder / PLAN_FILE)
+    read_header(folder / PHYSICAL_FILE)  # whole, before any is read
     check_plan(model, plan, str(folder / PLAN_FILE))
     weights: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
     expected: set[str] = set()

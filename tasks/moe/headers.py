@@ -142,6 +142,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     Raises InputError unless the file is as long as its header says and every tensor as large as its shape.
     """
+    if not path.is_file():
+        raise InputError(f"{path}: no such file: get the complete checkpoint")
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -306,7 +306,7 @@ def _weight(parts, shape, declared, files) -> Reading | None:
     if scale is None:
         return ("fp8", 8, None, codes.elements, ("weight_scale",)) if codes.dtype in FP8 else None
     width, tensor = codes.shape[-1], parts[scale]
-    if len(tensor.shape) == len(codes.shape) and tensor.shape[-2] in (1, codes.shape[-2]):
+    if len(tensor.shape) == len(codes.shape) > 1 and tensor.shape[-2] == codes.shape[-2]:
         group = _group(width, tensor.shape[-1])
     else:
         group = None  # one scale for all, or blocks of several rows

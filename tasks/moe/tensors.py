@@ -91,6 +91,19 @@ def check_keys(
         )
 
 
+def check_finite(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise InputError naming the first of `tensors` that is on the meta device or holds NaN or infinity."""
+    for name, tensor in tensors:
+        if tensor.is_meta:
+            raise InputError(f"{folder}: '{name}' was never filled: the checkpoint holds no values for it")
+        # The sum is not finite if a value is not; it may overflow too, so only then look at every value.
+        if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+            raise InputError(
+                f"{folder}: '{name}' holds NaN or infinity: expected finite weights; get the checkpoint again, or "
+                "make it again from finite weights"
+            )
+
+
 def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """A folder's config.json as transformers reads it.
 
