@@ -6,7 +6,7 @@ forward work divided by the machine's measured speed, plus the fixed parts below
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,11 @@ class ModelShape:
     dense_width: int = 0  # of the MLP of the other layers
     tied: bool = False  # lm_head is the embedding
     head_norm: bool = False  # a norm of width head_dim on queries and keys
+    attention: int | None = (
+        None  # parameters of a layer's attention; None: as the sizes above say, without biases
+    )
+    shared_gate: bool = True  # the shared expert has a gate of its own
+    moe_extra: int = 0  # parameters of a MoE layer beside matrices: biases, a router of several layers
 
     @property
     def expert_parameters(self) -> int:
@@ -101,14 +106,17 @@ class ModelShape:
     @property
     def rest_parameters(self) -> int:
         """Everything but the routed experts."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.key_value_heads)
+        attention = self.attention
+        if attention is None:
+            attention = 2 * self.hidden * self.head_dim * (self.heads + self.key_value_heads)
         norms = 2 * self.hidden + (2 * self.head_dim if self.head_norm else 0)
-        shared = 3 * self.hidden * self.shared_width + (self.hidden if self.shared_width else 0)
+        gated = self.shared_width and self.shared_gate
+        shared = 3 * self.hidden * self.shared_width + (self.hidden if gated else 0)
         return (
             self.vocabulary * self.hidden * (1 if self.tied else 2)
             + self.hidden  # the final norm
             + self.layers * (attention + norms)
-            + self.moe_layers * (self.hidden * self.experts + shared)
+            + self.moe_layers * (self.hidden * self.experts + shared + self.moe_extra)
             + (self.layers - self.moe_layers) * 3 * self.hidden * self.dense_width
         )
 
@@ -169,7 +177,7 @@ def reference_shape(params: PrepareReference) -> ModelShape:
 def shape_from_config(config: Mapping[str, Any], origin: str) -> ModelShape:
     """The shape of a transformers `config.json`; `origin` names the file in errors.
 
-    Raises InputError when a key is missing: no experts means no Mixture of Experts.
+    Raises InputError when a key is missing (no experts means no Mixture of Experts), and for an encoder-decoder.
     """
 
     def first(*keys: str, default: int | None = None) -> int:
@@ -180,11 +188,19 @@ def shape_from_config(config: Mapping[str, Any], origin: str) -> ModelShape:
             )
         return int(value)
 
+    if config.get("is_encoder_decoder"):
+        raise InputError(
+            f"{origin}: is_encoder_decoder is true: costs are known for decoder-only models alone; plan with another "
+            "model, or run without a plan"
+        )
     hidden, layers, heads = first("hidden_size"), first("num_hidden_layers"), first("num_attention_heads")
     experts = first("num_experts", "num_local_experts", "n_routed_experts")
     step = first("decoder_sparse_step", default=1)
     dense = {*(config.get("mlp_only_layers") or []), *range(first("first_k_dense_replace", default=0))}
+    family = str(config.get("model_type"))
     width = first("moe_intermediate_size", "intermediate_size")
+    if family == "llama_moe":
+        width //= experts  # the dense MLP was split
     return ModelShape(
         vocabulary=first("vocab_size"),
         hidden=hidden,
@@ -194,15 +210,51 @@ def shape_from_config(config: Mapping[str, Any], origin: str) -> ModelShape:
         head_dim=first("head_dim", default=hidden // heads),
         moe_layers=sum((layer + 1) % step == 0 and layer not in dense for layer in range(layers)),
         experts=experts,
-        top_k=first("num_experts_per_tok", "num_experts_per_token"),
+        top_k=first("num_experts_per_tok", "num_experts_per_token", "num_selects"),
         expert_width=width,
         shared_width=first(
             "shared_expert_intermediate_size", default=width * first("n_shared_experts", default=0)
         ),
         dense_width=first("intermediate_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        head_norm="qwen3" in str(config.get("model_type")),
+        head_norm="qwen3" in family,
+        attention=_attention_parameters(config, first),
+        shared_gate=family == "qwen2_moe",
+        moe_extra=_moe_extra(config, hidden, width, experts),
     )
+
+
+def _attention_parameters(config: Mapping[str, Any], first: Callable[..., int]) -> int:
+    """Parameters of one layer's attention, norms of width head_dim left out."""
+    hidden, heads, family = first("hidden_size"), first("num_attention_heads"), config.get("model_type")
+    if config.get("kv_lora_rank") is not None:  # multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)
+        rank, rotary, plain = first("kv_lora_rank"), first("qk_rope_head_dim"), first("qk_nope_head_dim")
+        value, query = first("v_head_dim"), first("q_lora_rank", default=0)
+        queries = heads * (plain + rotary)
+        down_up = query * (hidden + 1 + queries) if query else hidden * queries  # the 1 is the norm between
+        return (
+            down_up + hidden * (rank + rotary) + rank * (1 + heads * (plain + value)) + heads * value * hidden
+        )
+    pairs = first("num_key_value_heads", default=heads)
+    size = first("head_dim", default=hidden // heads)
+    biases = 0
+    if family == "gpt_oss":
+        biases = size * (heads + 2 * pairs) + hidden + heads  # and one sink a head
+    elif family == "qwen2_moe" and config.get("qkv_bias", True):
+        biases = size * (heads + 2 * pairs)
+    elif family == "olmoe":
+        biases = hidden + pairs * size  # norms over all queries and all keys
+    return 2 * hidden * size * (heads + pairs) + biases
+
+
+def _moe_extra(config: Mapping[str, Any], hidden: int, width: int, experts: int) -> int:
+    """Parameters of one MoE layer beside the experts' matrices, one router row each, and shared experts."""
+    if config.get("model_type") == "gpt_oss":
+        return experts * (1 + 2 * width + hidden)  # biases of the router and of the experts
+    if config.get("model_type") == "llama_moe":  # the router's second layer, and its noise for training
+        second = experts * experts if config.get("gate_network", "mlp") == "mlp" else 0
+        return second + (experts * hidden if config.get("gate_add_noise", True) else 0)
+    return 0
 
 
 # --- stages -------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from tasks.moe.tensors import auto_class
 from tests.seeded_native_models import ENCODER_DECODERS, NATIVE
@@ -122,6 +122,14 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
+def seeded_configuration(family: str, **overrides: object) -> PreTrainedConfig:
+    """The configuration of `seeded_checkpoint`."""
+    known = {name: {**SHAPE, **own} for name, own in (FAMILIES | NATIVE).items()} | ENCODER_DECODERS
+    if family not in known:
+        raise ValueError(f"family is '{family}', expected one of {sorted(known)}")
+    return AutoConfig.for_model(family, **{**known[family], **overrides})
+
+
 def seeded_checkpoint(
     folder: str | Path, family: str = "qwen3_moe", seed: int = 0, **overrides: object
 ) -> Path:
@@ -130,10 +138,7 @@ def seeded_checkpoint(
 
     `overrides` go to the configuration, e.g. `num_hidden_layers=1`. Returns the folder.
     """
-    known = {name: {**SHAPE, **own} for name, own in (FAMILIES | NATIVE).items()} | ENCODER_DECODERS
-    if family not in known:
-        raise ValueError(f"family is '{family}', expected one of {sorted(known)}")
-    config = AutoConfig.for_model(family, **{**known[family], **overrides})
+    config = seeded_configuration(family, **overrides)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = auto_class(config).from_config(config)

@@ -16,8 +16,11 @@ from tasks.cost import (
     shape_from_config,
     stage_cost,
 )
+from tasks.moe.registry import moe_layers
 from tasks.params import Params, load_params
 from tasks.sources import tiny
+from tests.seeded_models import FAMILIES, seeded_configuration
+from tests.seeded_native_models import NATIVE
 
 
 @pytest.fixture
@@ -75,6 +78,25 @@ def test_shapes_count_what_transformers_builds(params):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         assert sum(parameter.numel() for parameter in model.parameters()) == expected.parameters
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *NATIVE])
+def test_every_decoder_only_family_is_counted_to_the_parameter(family):
+    config = seeded_configuration(family)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_from_config(config.to_dict(), "config.json")
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    layers = moe_layers(model)
+    matrices = [view.numel() for layer in layers for view in layer.matrices().values()]
+    assert (shape.moe_layers, shape.expert_parameters) == (len(layers), sum(matrices))
+    assert (shape.experts, shape.top_k) == (layers[0].num_experts, layers[0].top_k)
+
+
+def test_an_encoder_decoder_is_not_planned():
+    config = seeded_configuration("switch_transformers").to_dict()
+    with pytest.raises(InputError, match="is_encoder_decoder is true: costs are known for decoder-only"):
+        shape_from_config(config, "config.json")
 
 
 def test_a_config_without_experts_is_an_error():
