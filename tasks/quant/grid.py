@@ -82,10 +82,10 @@ def min_max(groups: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tenso
     compressed-tensors does.
     """
     if grid.symmetric:
-        scale = groups.abs().amax(dim=1, keepdim=True) / (grid.top / 2)
+        scale = groups.abs().amax(dim=-1, keepdim=True) / (grid.top / 2)
         return scale.clamp_min_(TINY), torch.full_like(scale, grid.middle)
-    low = groups.amin(dim=1, keepdim=True).clamp_max_(0)
-    high = groups.amax(dim=1, keepdim=True).clamp_min_(0)
+    low = groups.amin(dim=-1, keepdim=True).clamp_max_(0)
+    high = groups.amax(dim=-1, keepdim=True).clamp_min_(0)
     scale = ((high - low) / grid.top).clamp_min_(TINY)
     return scale, -low / scale
 
@@ -113,12 +113,10 @@ def quantize_groups(weights: torch.Tensor, grid: Grid, fit: Fit, name: str = "ma
     def fit_chunk(start: int) -> None:
         part = slice(start, start + step)
         groups = flat[part].float()
-        if not math.isfinite(float(groups.abs().amax())):  # the largest is NaN where any is
-            raise InputError(f"{name} holds NaN or infinite weights: expected finite weights")
+        check_finite(groups, name)
         scale, zero_point = fit(groups, grid)
         scales[part], zeros[part] = scale.clamp_min_(TINY), zero_point
-        if not (torch.isfinite(scales[part]).all() and torch.isfinite(zeros[part]).all()):
-            raise InputError(f"{name}: a group's scale or zero point does not fit into 16 bits")
+        check_range(scales[part], zeros[part], name)
         codes[part] = encode(groups, scales[part].float(), zeros[part].float(), grid)
 
     side_by_side(fit_chunk, range(0, len(flat), step))
@@ -129,6 +127,18 @@ def quantize_groups(weights: torch.Tensor, grid: Grid, fit: Fit, name: str = "ma
         scales.view(shape),
         None if grid.symmetric else zeros.view(shape),
     )
+
+
+def check_finite(weights: torch.Tensor, name: str) -> None:
+    """Raises InputError where a weight of the matrix `name` is NaN or infinite."""
+    if not math.isfinite(float(weights.abs().amax())):  # the largest is NaN where any is
+        raise InputError(f"{name} holds NaN or infinite weights: expected finite weights")
+
+
+def check_range(scale: torch.Tensor, zero_point: torch.Tensor, name: str) -> None:
+    """Raises InputError where 16 bits did not hold a scale or zero point of the matrix `name`."""
+    if not (torch.isfinite(scale).all() and torch.isfinite(zero_point).all()):
+        raise InputError(f"{name}: a group's scale or zero point does not fit into 16 bits")
 
 
 def dequantize(
