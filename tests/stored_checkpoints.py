@@ -12,9 +12,30 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
+from tasks import quantize_instances
+from tasks.params import load_params
+from tests.seeded_models import seeded_checkpoint
+
 Parts = dict[str, torch.Tensor]  # what follows the matrix's path -> tensor
 Store = Callable[[torch.Tensor], Parts]
+ROOT = Path(__file__).parents[1]
 ROUTED = r"\.experts\.\d+\.\w+$"
+
+
+def half(folder: Path, family: str = "qwen3_moe", **overrides: object) -> Path:
+    """A seeded checkpoint in bfloat16, as real ones are."""
+    seeded_checkpoint(folder, family, **overrides)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def instance(reference: Path, out: Path, bits: int = 4, symmetric: bool = False) -> Path:
+    """An instance of ours, by rtn in groups of 32."""
+    section = load_params(ROOT / "params.yaml").quantize_instances
+    values = {"method": "rtn", "group_size": 32, "symmetric": symmetric}
+    quantize_instances.run(reference, out, bits, section.model_copy(update=values))
+    return out
 
 
 def rewrite(folder: Path, out: Path, store: Store, which: str = ROUTED, **quantization: object) -> Path:
