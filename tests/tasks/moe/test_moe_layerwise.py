@@ -1,5 +1,6 @@
 import hashlib
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,20 +14,22 @@ from tasks.moe.prefill import prefill
 from tasks.moe.registry import moe_layers
 from tasks.quant.grid import Grid
 from tasks.quant.methods import quantize
-from tests.seeded_models import VOCABULARY, seeded_checkpoint
+from tests.seeded_models import FAMILIES, VOCABULARY, seeded_checkpoint
+from tests.seeded_native_models import ENCODER_DECODERS, NATIVE
 
-FAMILIES = ("qwen2_moe", "qwen3_moe")
+DECODERS = [*FAMILIES, *NATIVE]
 BATCH = 40
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request, tmp_path_factory):
-    return seeded_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+@pytest.fixture(scope="module")
+def checkpoint_of(tmp_path_factory):
+    """Family -> its seeded checkpoint."""
+    return cache(lambda family: seeded_checkpoint(tmp_path_factory.mktemp(family), family))
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    return seeded_checkpoint(tmp_path_factory.mktemp("layerwise"))
+def qwen(checkpoint_of):
+    return checkpoint_of("qwen3_moe")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,9 @@ def one_thread():
 def last_hidden(model, sequences):
     """[B, S, H] after the last decoder layer, before the final norm, of each batch of an ordinary prefill."""
     seen = []
-    handle = model.base_model.layers[-1].register_forward_hook(lambda _module, _args, output: seen.append(output))
+    handle = model.base_model.layers[-1].register_forward_hook(
+        lambda _module, _args, output: seen.append(output)
+    )
     for _ in prefill(model, sequences, BATCH, "ordinary prefill"):
         pass
     handle.remove()
@@ -60,13 +65,19 @@ def coarse(matrices):
     return {name: quantize("rtn", matrix, grid).dequantize() for name, matrix in matrices.items()}
 
 
+def write(layer, matrices):
+    for name, matrix in matrices.items():
+        layer.matrices()[name].copy_(matrix)
+
+
 def held(model):
     """Names of the parameters that take memory."""
     return [name for name, parameter in model.named_parameters() if parameter.device.type != "meta"]
 
 
-def test_hidden_states_are_those_of_a_prefill_and_one_layer_is_held(checkpoint, sequences):
-    stream = HiddenStream(checkpoint, sequences, BATCH)
+@pytest.mark.parametrize("family", DECODERS)
+def test_hidden_states_are_those_of_a_prefill_and_one_layer_is_held(checkpoint_of, sequences, family):
+    stream = HiddenStream(checkpoint_of(family), sequences, BATCH)
     model = stream.partial.model
     assert held(model) == []  # the embedding is freed
     for number in range(model.config.num_hidden_layers):
@@ -76,17 +87,19 @@ def test_hidden_states_are_those_of_a_prefill_and_one_layer_is_held(checkpoint, 
             assert layer is None or layer.layer == number
             stream.advance(number)
     assert held(model) == []
-    for own, expected in zip(stream.hidden, last_hidden(load_model(checkpoint), sequences), strict=True):
+    loaded = load_model(checkpoint_of(family))
+    moe_layers(loaded)  # experts in modules of their own move together here as there: the sums' order follows
+    for own, expected in zip(stream.hidden, last_hidden(loaded, sequences), strict=True):
         assert torch.equal(own, expected)
 
 
-def test_quantized_inputs_are_those_of_the_instance(checkpoint, sequences):
+@pytest.mark.parametrize("family", DECODERS)
+def test_quantized_inputs_are_those_of_the_instance(checkpoint_of, sequences, family):
     """As inputs="quantized" works: measured, replaced, moved on; against a model whose experts were replaced."""
-    instance = load_model(checkpoint)
+    instance = load_model(checkpoint_of(family))
     for layer in moe_layers(instance):
-        for name, matrix in coarse(layer.matrices()).items():
-            layer.matrices()[name].copy_(matrix)
-    stream = HiddenStream(checkpoint, sequences, BATCH)
+        write(layer, coarse(layer.matrices()))
+    stream = HiddenStream(checkpoint_of(family), sequences, BATCH)
     for number in range(instance.config.num_hidden_layers):
         with stream.layer(number) as layer:
             if layer is not None:
@@ -96,42 +109,35 @@ def test_quantized_inputs_are_those_of_the_instance(checkpoint, sequences):
         assert torch.equal(own, expected)
 
 
-def test_the_walk_sees_the_inputs_that_were_asked_for(checkpoint, sequences):
-    """Token counts and Hessians per layer: reference inputs do not care for replaced matrices, quantized ones are
-    those of the model whose shallower layers were replaced."""
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS])
+def test_the_walk_sees_the_inputs_that_were_asked_for(checkpoint_of, sequences, family, tmp_path):
+    """Reference inputs do not care for replaced matrices; quantized ones are those of a checkpoint whose
+    shallower layers were replaced."""
 
-    def walk(inputs, replace):
+    def walk(folder, inputs, replace=None):
         found = []
-        for step in walk_layers(checkpoint, sequences, BATCH, inputs, inputs):
+        for step in walk_layers(folder, sequences, BATCH, inputs, inputs):
             assert step.layer.layer == layers[len(found)].layer
-            found.append({name: hessians.total.clone() for name, hessians in step.hessians().items()})
-            if replace:
-                step.replace(coarse(step.matrices()))
+            found.append({name: own.total.clone() for name, own in step.hessians().items()})
+            if replace is not None:
+                step.replace(replace(step.matrices()))
         return found
 
     def equal(one, other):
         return all(torch.equal(one[name], other[name]) for name in ("hidden", "inner"))
 
-    layers = moe_layers(load_model(checkpoint))
-    reference, unmoved = walk("reference", False), walk("quantized", False)
-    ignored, moved = walk("reference", True), walk("quantized", True)
+    folder = checkpoint_of(family)
+    model = load_model(folder)
+    layers = moe_layers(model)
+    reference, unmoved = walk(folder, "reference"), walk(folder, "quantized")
+    ignored, moved = walk(folder, "reference", coarse), walk(folder, "quantized", coarse)
     assert len(reference) == len(layers) > 1
     for position in range(len(layers)):
         assert equal(reference[position], unmoved[position]) and equal(reference[position], ignored[position])
         assert equal(reference[position], moved[position]) == (position == 0)
-
-    replaced = load_model(checkpoint)
-    matrices = moe_layers(replaced)[0].matrices()
-    for name, matrix in coarse(matrices).items():
-        matrices[name].copy_(matrix)
-    kept = []
-    module = moe_layers(replaced)[1].experts.module
-    module.register_forward_pre_hook(lambda _module, args: kept.append(args[0]))
-    for batch in prefill(replaced, sequences, BATCH, "replaced"):
-        kept[-1] = kept[-1][batch.mask.view(-1)]
-    everything = sum(rows.double().T @ rows.double() for rows in kept) * layers[1].top_k
-    # the experts' Hessians together count each token once per pick
-    torch.testing.assert_close(moved[1]["hidden"].sum(dim=0).double(), everything, rtol=1e-4, atol=1e-3)
+    write(layers[0], coarse(layers[0].matrices()))
+    model.save_pretrained(tmp_path)
+    assert equal(walk(tmp_path, "reference")[1], moved[1])
 
 
 def test_a_step_is_over_when_the_next_is_asked_for(qwen, sequences):
@@ -155,7 +161,9 @@ def test_replacing_never_writes_to_the_checkpoint(qwen, sequences):
 
 def test_a_matrix_that_does_not_fit(qwen, sequences):
     step = next(walk_layers(qwen, sequences, BATCH, "quantized", "misfit"))
-    with pytest.raises(InputError, match=r"layer 0: 'up_proj' \[8, 64, 32\]: expected one of .*\[8, 32, 64\]"):
+    with pytest.raises(
+        InputError, match=r"layer 0: 'up_proj' \[8, 64, 32\]: expected one of .*\[8, 32, 64\]"
+    ):
         step.replace({"up_proj": torch.zeros(8, 64, 32)})
     with pytest.raises(InputError, match="'side_proj'"):
         step.replace({"side_proj": torch.zeros(8, 32, 64)})
@@ -195,7 +203,10 @@ def test_shards_are_read_as_one_file_is(qwen, sequences, tmp_path):
         save_file({name: tensors[name] for name in files if files[name] == file}, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     whole, sharded = (
-        [step.hessians()["inner"].total for step in walk_layers(folder, sequences, BATCH, "reference", "shards")]
+        [
+            step.hessians()["inner"].total
+            for step in walk_layers(folder, sequences, BATCH, "reference", "shards")
+        ]
         for folder in (qwen, tmp_path)
     )
     assert all(torch.equal(one, other) for one, other in zip(whole, sharded, strict=True))

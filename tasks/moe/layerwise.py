@@ -1,0 +1,282 @@
+"""Calibration inputs of every MoE layer, one layer's weights in memory at a time.
+
+The base model's own forward runs once per decoder layer: every other layer passes its input through, and the
+hidden states that the layers before it made are put in at that one. So masks, rotary embeddings and what else
+depends on a layer's place are the model's own. Between layers only the hidden states are kept: 4 · H bytes a
+calibration token, padding included.
+
+Batches run side by side on one thread each, sums are made in the batches' order: results do not depend on the
+number of threads. An encoder-decoder runs whole instead, and its hidden states may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tasks.console import track
+from tasks.contracts import InputError
+from tasks.moe.checkpoint import load_model
+from tasks.moe.hessians import HessianSums
+from tasks.moe.partial import PartialModel
+from tasks.moe.prefill import plan_batches, prefill
+from tasks.moe.registry import MoELayer, moe_layers
+from tasks.moe.tensors import read_config
+from tasks.moe.tokens import TokenWatch
+from tasks.quant.hessian import Hessians
+from tasks.quant.threads import side_by_side
+
+Inputs = Literal["reference", "quantized"]
+INPUTS: tuple[Inputs, ...] = ("reference", "quantized")
+
+
+class LayerStep:
+    """One MoE layer with its weights and Hessians, valid until the next step is asked for."""
+
+    def __init__(self, layer: MoELayer, sums: HessianSums) -> None:
+        self.layer = layer
+        self.replaced = False
+        self._sums: HessianSums | None = sums
+
+    def hessians(self) -> dict[str, Hessians]:
+        """ "hidden" [E, H, H] of gate_proj and up_proj, "inner" [E, width, width] of down_proj, with tokens [E]."""
+        if self._sums is None:
+            raise RuntimeError(f"the walk has left layer {self.layer.layer}: its Hessians are gone")
+        return self._sums.hessians()
+
+    def matrices(self) -> dict[str, torch.Tensor]:
+        """name -> [E, out, in] float32, the reference's."""
+        return self.layer.matrices()
+
+    def replace(self, matrices: Mapping[str, torch.Tensor]) -> None:
+        """Compute with these matrices [E, out, in] from here on, so that later layers see their outputs.
+
+        Raises InputError for a matrix that the layer has not, and for another shape.
+        """
+        views = self.layer.matrices()
+        for name, matrix in matrices.items():
+            if name not in views or views[name].shape != matrix.shape:
+                known = {own: list(view.shape) for own, view in views.items()}
+                raise InputError(
+                    f"layer {self.layer.layer}: '{name}' {list(matrix.shape)}: expected one of {known}"
+                )
+            views[name].copy_(matrix)
+        self.replaced = True
+
+    def leave(self) -> None:
+        """Let go of the Hessians, though a caller may still hold this step."""
+        self._sums = None
+
+
+def walk_layers(
+    folder: str | Path, sequences: Sequence[Sequence[int]], batch_tokens: int, inputs: Inputs, label: str
+) -> Iterator[LayerStep]:
+    """Go through the reference in `folder` and stop at every MoE layer, in depth order.
+
+    Args:
+        folder: a reference checkpoint. Its weights are read from the shards as they are needed, as float32; an
+            encoder-decoder is held in memory whole.
+        sequences: calibration token ids, one list each.
+        batch_tokens: tokens of one forward pass, padding included.
+        inputs: what the inputs of a layer are: "reference", the reference's own; "quantized", those that the
+            layers before it make with the matrices that were given to `LayerStep.replace`.
+        label: what the progress calls it.
+
+    At most one decoder layer (before the first, the embedding) holds weights, and one layer's Hessians are kept.
+    Costs two forward passes over the sequences, and the products x x^T. Raises InputError for an unknown
+    `inputs`, no sequences, an empty one, and as `PartialModel` does.
+    """
+    if inputs not in INPUTS:
+        raise InputError(f"{label}: inputs is '{inputs}', expected one of {list(INPUTS)}")
+    lengths = [len(sequence) for sequence in sequences]
+    if not lengths or 0 in lengths:
+        what = f"sequence {lengths.index(0)} is empty" if lengths else "there are no calibration sequences"
+        raise InputError(f"{label}: {what}; expected at least one token id in each")
+    if read_config(Path(folder)).is_encoder_decoder:
+        return _walk_whole(folder, sequences, batch_tokens, inputs, label)
+    return _walk_parts(folder, sequences, batch_tokens, inputs, label)
+
+
+def _walk_parts(
+    folder: str | Path, sequences: Sequence[Sequence[int]], batch_tokens: int, inputs: Inputs, label: str
+) -> Iterator[LayerStep]:
+    stream = HiddenStream(folder, sequences, batch_tokens)
+    last = max(layer.layer for layer in moe_layers(stream.partial.model))
+    for number in track(range(last + 1), label, last + 1):
+        with stream.layer(number) as layer:
+            if layer is not None:
+                step = LayerStep(layer, stream.measure(number, layer))
+                if inputs == "reference" and number < last:
+                    stream.advance(number)
+                yield step
+                step.leave()
+            if number < last and (layer is None or inputs == "quantized"):
+                stream.advance(number)
+
+
+def _walk_whole(
+    folder: str | Path, sequences: Sequence[Sequence[int]], batch_tokens: int, inputs: Inputs, label: str
+) -> Iterator[LayerStep]:
+    """One pass of the whole model per MoE layer."""
+    model = load_model(folder)
+    layers, watch = moe_layers(model), TokenWatch(model)
+    for layer in layers:
+        sums = HessianSums(layer.experts)
+
+        def take(
+            hidden: torch.Tensor, index: torch.Tensor, _weight: torch.Tensor, sums: HessianSums = sums
+        ) -> torch.Tensor:
+            real = watch.of(len(hidden)).real
+            sums.add(hidden[real], index[real])
+            return torch.zeros_like(hidden)  # only deeper layers see it, and nobody looks at those
+
+        layer.experts.install(take)
+        for _ in prefill(model, sequences, batch_tokens, f"{label}: {layer.name}"):
+            pass
+        layer.experts.install(None)
+        kept = {name: matrix.clone() for name, matrix in layer.matrices().items()}
+        step = LayerStep(layer, sums)
+        yield step
+        step.leave()
+        if inputs == "reference" and step.replaced:
+            for name, view in layer.matrices().items():
+                view.copy_(kept[name])
+
+
+@dataclass
+class _Pass:
+    """One batch on its way through one layer."""
+
+    real: torch.Tensor  # [B * S] bool
+    hidden: torch.Tensor | None  # [B, S, H] to put in; None: what the embedding makes
+    out: torch.Tensor | None = None  # [B, S, H] after the layer
+    routed: tuple[torch.Tensor, torch.Tensor] | None = None  # real tokens [n, H] at the experts, index [n, k]
+
+
+_PASS: ContextVar[_Pass] = ContextVar("batch on its way through a layer")
+
+
+class HiddenStream:
+    """The hidden states of all batches before a decoder layer, and the one layer that moves them on."""
+
+    def __init__(self, folder: str | Path, sequences: Sequence[Sequence[int]], batch_tokens: int) -> None:
+        """Runs the embedding."""
+        self.partial = PartialModel(folder)
+        self._decoder: Any = self.partial.model.base_model
+        self._prefix = f"{self.partial.model.base_model_prefix}."
+        lengths = [len(sequence) for sequence in sequences]
+        self.batches = plan_batches(lengths, batch_tokens)
+        self._ids, self._real = [], []
+        for rows in self.batches:
+            ids = torch.zeros(len(rows), lengths[rows[0]], dtype=torch.int64)
+            real = torch.zeros(ids.shape, dtype=torch.bool)
+            for place, row in enumerate(rows):
+                ids[place, : lengths[row]] = torch.as_tensor(sequences[row], dtype=torch.int64)
+                real[place, : lengths[row]] = True
+            self._ids.append(ids)
+            self._real.append(real.view(-1))
+        for layer in self._decoder.layers:
+            layer.forward = _pass_through
+        self.hidden: list[torch.Tensor | None] = [None] * len(self.batches)  # [B, S, H] each
+        self._embed()
+
+    def _embed(self) -> None:
+        """Run what stands before the layers, then put stand-ins for everything beside them."""
+        decoder, layers = self._decoder, f"{self._prefix}layers."
+        self.partial.load(self._prefix, without=layers)
+        self.advance(0)  # the first layer passes through as well: what comes out is what it would get
+        embedding = decoder.get_input_embeddings()
+        for name, child in decoder.named_children():
+            if name != "layers" and any(True for _ in child.parameters()):
+                self.partial.free(child)
+                child.forward = _pass_through
+        embedding.forward = lambda ids: torch.zeros(1, 1, 1).expand(*ids.shape, embedding.embedding_dim)
+
+    @contextmanager
+    def layer(self, number: int) -> Iterator[MoELayer | None]:
+        """Decoder layer `number` holds its weights and runs inside; yields it if it is a MoE layer."""
+        module = self._decoder.layers[number]
+        self.partial.load(f"{self._prefix}layers.{number}.")
+        del module.forward
+        try:
+            found = [layer for layer in moe_layers(self.partial.model) if layer.layer == number]
+            yield found[0] if found else None
+        finally:
+            module.forward = _pass_through
+            self.partial.free(module)
+
+    def measure(self, number: int, layer: MoELayer) -> HessianSums:
+        """Hessians of the layer's experts at these hidden states; the experts' outputs are not computed."""
+        sums = HessianSums(layer.experts)
+
+        def take(hidden: torch.Tensor, index: torch.Tensor, _weight: torch.Tensor) -> torch.Tensor:
+            batch = _PASS.get()
+            batch.routed = hidden[batch.real], index[batch.real]
+            return torch.zeros_like(hidden)
+
+        layer.experts.install(take)
+        try:
+            for batch in self._passes(number):
+                if batch.routed is None:
+                    raise RuntimeError(f"layer {number} ran without entering its experts")
+                sums.add(*batch.routed)
+        finally:
+            layer.experts.install(None)
+        return sums
+
+    def advance(self, number: int) -> None:
+        """Move every batch's hidden states through decoder layer `number`."""
+        for place, batch in enumerate(self._passes(number)):
+            self.hidden[place] = batch.out
+
+    def _passes(self, number: int) -> Iterator[_Pass]:
+        """Run the batches, as many side by side as there are threads, and yield them in order."""
+        module: nn.Module = self._decoder.layers[number]
+        handles = [
+            module.register_forward_pre_hook(_put_in, with_kwargs=True),
+            module.register_forward_hook(_take_out),
+        ]
+
+        def run(place: int) -> _Pass:
+            batch = _Pass(self._real[place], self.hidden[place])
+            token = _PASS.set(batch)
+            try:
+                with torch.inference_mode():
+                    self._decoder(input_ids=self._ids[place], use_cache=False)
+            finally:
+                _PASS.reset(token)
+            return batch
+
+        try:
+            step = torch.get_num_threads()
+            for start in range(0, len(self.batches), step):
+                yield from side_by_side(run, range(start, min(start + step, len(self.batches))))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _pass_through(hidden_states: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
+    return hidden_states
+
+
+def _put_in(_module: nn.Module, args: tuple, options: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    hidden = _PASS.get().hidden
+    if hidden is None:
+        return None
+    if args:
+        return (hidden, *args[1:]), options
+    return args, {**options, "hidden_states": hidden}
+
+
+def _take_out(module: nn.Module, _args: tuple, output: Any) -> None:
+    if not isinstance(output, torch.Tensor):
+        raise RuntimeError(f"{type(module).__name__} returns {type(output).__name__}, expected hidden states")
+    _PASS.get().out = output
