@@ -23,6 +23,7 @@ from tasks.evaluation.definitions import Benchmark, read_benchmarks
 from tasks.evaluation.paired import accuracy, compare_accuracy, compare_mean
 from tasks.moe.checkpoint import load_model, load_tokenizer
 from tasks.moe.replicas import physical_load
+from tasks.moe.tensors import read_config
 from tasks.params import EvaluateBenchmarks, Params, load_params
 from tasks.replication.load import lis
 
@@ -40,6 +41,7 @@ def run(
     data = None if params.data_dir is None else project_root() / params.data_dir
     folders = {"requests": requests, "data": data}
     benchmarks = read_benchmarks(params.tasks, folders, params.limit, params.seed)
+    check_kinds(benchmarks, reference)
     partners = {} if name == "reference" else {item.name: _partner(item, results) for item in benchmarks}
     from tasks.evaluation.harness import run_benchmarks  # lm-eval takes seconds: only once the input is good
 
@@ -65,6 +67,17 @@ def run(
         "forward_tokens": found.forward_tokens,
         "version": VERSION,
     }
+
+
+def check_kinds(benchmarks: list[Benchmark], reference: Path) -> None:
+    """Raise InputError for a benchmark that the reference's architecture cannot run here."""
+    generated = [item.name for item in benchmarks if item.kind == "generate_until"]
+    if generated and read_config(reference).is_encoder_decoder:
+        raise InputError(
+            f"benchmark '{generated[0]}' generates text, which is not evaluated for an encoder-decoder "
+            "(its expert load could not be counted): leave it out of evaluate_benchmarks.tasks; choices and "
+            "held-out text run"
+        )
 
 
 def summary(table: pd.DataFrame, partner: pd.DataFrame | None) -> dict[str, float]:

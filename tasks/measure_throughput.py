@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ import numpy as np
 import pandas as pd
 import torch
 from safetensors import safe_open
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from tasks.console import run_step, track
 from tasks.contracts import GIB, InputError, write_json
 from tasks.moe.checkpoint import load_model
+from tasks.moe.halves import start_token
 from tasks.params import MeasureThroughput, load_params
 
 VERSION = 1
@@ -115,6 +116,7 @@ def parameter_count(folder: Path) -> int:
 def one_pass(model: PreTrainedModel, tokens: torch.Tensor, decode_tokens: int) -> tuple[float, float]:
     """Prefill `tokens` [1, S] as one prompt, then decode greedily with the KV cache: tokens/s of both.
 
+    An encoder-decoder's prefill is the encoder on the prompt and the decoder on its start token.
     Raises InputError if prompt and decoded tokens exceed the model's context.
     """
     context = getattr(model.config, "max_position_embeddings", None)
@@ -124,15 +126,42 @@ def one_pass(model: PreTrainedModel, tokens: torch.Tensor, decode_tokens: int) -
             f"measure_throughput asks for {length} tokens of context (prefill_tokens + decode_tokens), "
             f"the model has {context}: lower prefill_tokens"
         )
-    cache = DynamicCache(config=model.config)
+    first, step = _in_halves(model) if model.config.is_encoder_decoder else _whole(model)
     started = time.perf_counter()
-    out = model(input_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1)
+    logits = first(tokens)
     prefilled = time.perf_counter()
     for _ in range(decode_tokens):
-        token = out.logits[:, -1:].argmax(dim=-1)
-        out = model(input_ids=token, cache=cache, use_cache=True, logits_to_keep=1)
+        logits = step(logits[:, -1:].argmax(dim=-1))
     decoded = time.perf_counter()
     return tokens.shape[1] / (prefilled - started), decode_tokens / (decoded - prefilled)
+
+
+Pass = Callable[[torch.Tensor], torch.Tensor]  # token ids -> logits
+
+
+def _whole(model: Any) -> tuple[Pass, Pass]:
+    """Prefill and step of a decoder-only model."""
+    cache = DynamicCache(config=model.config)
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
+
+    return run, run
+
+
+def _in_halves(model: Any) -> tuple[Pass, Pass]:
+    """Prefill and step of an encoder-decoder."""
+    cache = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+    encoded: list[Any] = []
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        return model(encoder_outputs=encoded[0], decoder_input_ids=ids, cache=cache, use_cache=True).logits
+
+    def first(ids: torch.Tensor) -> torch.Tensor:
+        encoded.append(model.get_encoder()(input_ids=ids))
+        return step(torch.tensor([[start_token(model)]]))
+
+    return first, step
 
 
 def _spread(pairs: list[tuple[float, float]]) -> dict[str, dict[str, float]]:

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from tasks.contracts import InputError
 from tasks.evaluation.definitions import Benchmark
 from tasks.moe.prefill import PrefillBatch, head_logits, prefill
-from tasks.moe.record import record_routing
+from tasks.moe.record import LayerRouting, record_routing
 from tasks.moe.registry import moe_layers
 
 
@@ -59,13 +59,16 @@ class MoELanguageModel(_HFLM):
     """lm-eval's model over a loaded Mixture of Experts; counts tokens and expert load."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, batch_size: int) -> None:
+        self._in_halves = bool(model.config.is_encoder_decoder)
+        backend = "seq2seq" if self._in_halves else "causal"
         # Generation runs row by row, so that no padding enters it.
-        super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=1)
+        super().__init__(pretrained=model, tokenizer=tokenizer, backend=backend, batch_size=1)
         layers = moe_layers(model)
         self._rows = batch_size
         self._label = "benchmarks"
         self._top_k = layers[0].top_k
         self.load = np.zeros((len(layers), layers[0].num_experts), dtype=np.int64)
+        self._picks = np.zeros(len(layers), dtype=np.int64)  # that reached an expert
         self.forward_tokens = 0
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -87,24 +90,29 @@ class MoELanguageModel(_HFLM):
     ) -> list[tuple[float, bool]]:
         """(log-likelihood, greedy?) of each continuation; requests that differ in the last token share a
         pass.
+
+        The encoder of an encoder-decoder reads the context, its decoder the continuation.
         """
-        waiting: dict[tuple[int, ...], list[int]] = {}
+        unread = 0 if self._in_halves else 1  # tokens at the end that `prefill` need not get
+        waiting: dict[tuple[tuple[int, ...], int], list[int]] = {}
         for place, (_, context, continuation) in enumerate(requests):
-            tokens = (*context, *continuation)[:-1]
+            tokens = (*context, *continuation)[: len(context) + len(continuation) - unread]
             if len(tokens) > self.max_length:
                 raise InputError(
                     f"a benchmark row has {len(tokens)} tokens, but the model reads at most "
                     f"{self.max_length}: leave it out of the file"
                 )
-            waiting.setdefault(tokens, []).append(place)
-        sequences = list(waiting)
+            waiting.setdefault((tokens, len(context) if self._in_halves else 0), []).append(place)
+        keys = list(waiting)
+        sequences = [tokens for tokens, _ in keys]
+        splits = [split for _, split in keys] if self._in_halves else None
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         budget = self._rows * max(map(len, sequences))
-        for batch in prefill(self.model, sequences, budget, self._label, record=True):
+        for batch in prefill(self.model, sequences, budget, self._label, record=True, splits=splits):
             self._count_batch(batch)
             for line, row in enumerate(batch.rows):
-                length = len(sequences[row])
-                places = waiting[sequences[row]]
+                length = len(sequences[row]) - 1 + unread
+                places = waiting[keys[row]]
                 longest = max(len(requests[place][2]) for place in places)
                 log_probs = head_logits(
                     self.model, batch.hidden[line, length - longest : length]
@@ -119,7 +127,8 @@ class MoELanguageModel(_HFLM):
 
         def count(_module: Any, _inputs: Any, output: Any) -> None:
             routing = recorder.pop()
-            self._count(torch.ones(output.last_hidden_state.shape[1], dtype=torch.bool), routing)
+            mask = torch.ones(output.last_hidden_state.shape[1], dtype=torch.bool)
+            self._count(mask, routing, [mask] * len(routing))
 
         with record_routing(self.model) as recorder, torch.inference_mode():
             handle = self.model.base_model.register_forward_hook(count)
@@ -130,21 +139,26 @@ class MoELanguageModel(_HFLM):
 
     def _count_batch(self, batch: PrefillBatch) -> None:
         assert batch.routing is not None
-        self._count(batch.mask, batch.routing)
+        self._count(batch.mask, batch.routing, batch.visited)
 
-    def _count(self, mask: torch.Tensor, routing: Sequence[Any]) -> None:
-        """Add the load of the real tokens; mask [B, S] or [S], routing indices [..., k]."""
-        for layer, chosen in enumerate(routing):
-            picks = chosen.index.reshape(*mask.shape, -1)[mask].flatten()
-            self.load[layer] += torch.bincount(picks, minlength=self.load.shape[1]).numpy()
+    def _count(
+        self, mask: torch.Tensor, routing: Sequence[LayerRouting], visited: Sequence[torch.Tensor]
+    ) -> None:
+        """Add the load of the real tokens; mask and visited [B, S] or [S], routing indices [..., k]."""
+        experts = self.load.shape[1]
+        for layer, (chosen, passed) in enumerate(zip(routing, visited, strict=True)):
+            picks = chosen.reached(experts).reshape(*mask.shape, -1)[passed].flatten()
+            counts = torch.bincount(picks, minlength=experts + 1).numpy()  # the last: dropped
+            self.load[layer] += counts[:-1]
+            self._picks[layer] += int(passed.sum()) * self._top_k - counts[-1] * self._in_halves
         self.forward_tokens += int(mask.sum())
 
     def check_load(self) -> None:
-        """Every real token takes top_k experts in every layer, and nothing else counts."""
-        expected = self.forward_tokens * self._top_k
-        if (self.load.sum(axis=1) != expected).any():
+        """Every real token takes top_k experts in every layer that it passes, and nothing else counts; only an
+        encoder-decoder's experts drop any."""
+        if (self.load.sum(axis=1) != self._picks).any():
             raise RuntimeError(
-                f"expert load {self.load.sum(axis=1).tolist()}, expected {expected} in every layer"
+                f"expert load {self.load.sum(axis=1).tolist()}, expected {self._picks.tolist()}"
             )
 
 
