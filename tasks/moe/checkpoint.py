@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tasks.contracts import InputError, ReplicationPlan
+from tasks.moe.family import check_stored
 from tasks.moe.fused import EXPERTS_IMPLEMENTATION
 from tasks.moe.headers import merge_headers, read_header
 from tasks.moe.instance import load_instance
@@ -54,7 +55,8 @@ def load_model(
         model = load_instance(folder, dtype, trust_remote_code)
         check_finite(folder, model.named_parameters())
         return model
-    _ = CheckpointTensors(folder).headers  # safetensors only, and every shard whole
+    # Safetensors only, every shard whole, and weights that transformers reads as they are.
+    check_stored(CheckpointTensors(folder).headers, str(folder))
     config = read_config(folder, trust_remote_code)
     loaded: Any = auto_class(config).from_pretrained(
         folder,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,17 +17,9 @@ from tasks.contracts import InputError
 from tasks.moe.experts import Experts
 from tasks.moe.fused import FusedExperts, check_layout
 from tasks.moe.modules import ModuleExperts
+from tasks.moe.tensors import CheckpointTensors
 
 GATED = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
-
-
-class Source(Protocol):
-    """The tensors of a checkpoint by name; `tasks.moe.tensors.CheckpointTensors` is one."""
-
-    @property
-    def files(self) -> Mapping[str, str]: ...  # tensor name -> file name
-
-    def get(self, name: str) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -119,36 +111,6 @@ class Family:
             return [f"{key}{self.suffix}" for key in layer.keys(matrix)]
         return [f"{layer.stored}.{self.fused[matrix].name}"]
 
-    def read(self, source: Source, layer: MoELayer, matrix: str) -> torch.Tensor:
-        """A matrix of a layer's experts [E, out, in] in the checkpoint's dtype.
-
-        Raises InputError for tensors that are absent, quantized already, or not of the layer's shape.
-        """
-        check_stored(source.files, "the checkpoint")
-        tensors = []
-        for name in self.tensors(layer, matrix):
-            if name not in source.files:
-                raise InputError(
-                    f"the checkpoint has no '{name}': expected the experts of layer {layer.layer}"
-                )
-            tensors.append(source.get(name))
-            if tensors[-1].dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-                raise InputError(
-                    f"the checkpoint's '{name}' is {tensors[-1].dtype}: expected bfloat16, float16 or float32; "
-                    "dequantize the checkpoint first"
-                )
-            if tensors[-1].shape != tensors[0].shape:
-                got, first = list(tensors[-1].shape), list(tensors[0].shape)
-                raise InputError(f"the checkpoint's '{name}' is {got}, but the layer's first expert {first}")
-        stack = torch.stack(tensors) if self.fused is None else self.fused[matrix].of(tensors[0]).contiguous()
-        expected = tuple(layer.matrices()[matrix].shape)
-        if tuple(stack.shape) != expected:
-            raise InputError(
-                f"the checkpoint's {matrix} of layer {layer.layer} is {list(stack.shape)}, config.json says "
-                f"{list(expected)}"
-            )
-        return stack
-
 
 @dataclass(frozen=True)
 class MoELayer:
@@ -184,12 +146,15 @@ class MoELayer:
         return [self.key(expert, matrix) for expert in range(self.num_experts)]
 
     def tensors(self, matrix: str) -> list[str]:
-        """Names of the reference checkpoint's tensors that hold a matrix of the experts."""
+        """Names of the reference checkpoint's tensors that hold a matrix of the experts: [E], or one if fused."""
         return self.family.tensors(self, matrix)
 
-    def read(self, source: Source, matrix: str) -> torch.Tensor:
-        """A matrix of the experts [E, out, in] from the reference checkpoint, in its dtype."""
-        return self.family.read(source, self, matrix)
+    def read(self, source: CheckpointTensors, matrix: str) -> torch.Tensor:
+        """A matrix of all experts [E, out, in] from the reference checkpoint, in its dtype; for some experts
+        of a layer too large for memory, `tasks/moe/stored_experts.py`."""
+        tensors = [source.get(name) for name in self.tensors(matrix)]
+        fused = self.family.fused
+        return torch.stack(tensors) if fused is None else fused[matrix].of(tensors[0]).contiguous()
 
     def gate_probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The router's score of each expert, summing to one over all E: logits [..., E] -> [..., E] float32.

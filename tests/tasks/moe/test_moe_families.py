@@ -19,7 +19,9 @@ from tasks.moe.prefill import head_logits, prefill
 from tasks.moe.record import record_routing
 from tasks.moe.registry import FAMILIES, moe_layers
 from tasks.moe.replicas import install_physical_experts, model_hash, physical_experts, physical_load
+from tasks.moe.stored_experts import stored_layers
 from tasks.moe.tensors import CheckpointTensors
+from tasks.prepare_reference import describe
 from tests.seeded_models import VOCABULARY, seeded_checkpoint
 
 FUSED = [
@@ -74,14 +76,15 @@ def test_layers_and_keys(family, reference, folder):
     assert [layer.layer for layer in layers] == MOE_LAYERS.get(family, [0, 1, 2])
     pattern = FAMILIES[family].pattern()
     named = set()
-    for layer in layers:
+    for layer, own in zip(layers, stored_layers(reference, source), strict=True):
+        read = {matrix.name: matrix.read(folder, slice(0, 8)) for matrix in own.matrices}
         assert (layer.num_experts, layer.top_k, layer.router_temperature) == (8, 2, 1.0)
         assert layer.router_rows().shape == (8, 64)
         assert reference.get_submodule(layer.name).experts is layer.experts.module
         for matrix, view in layer.matrices().items():
             assert view.shape == ((8, 64, 32) if matrix == "down_proj" else (8, 32, 64))
             assert all(re.fullmatch(pattern, key) for key in layer.keys(matrix))
-            assert torch.equal(layer.read(source, matrix), view)  # the checkpoint's own tensors
+            assert torch.equal(read[matrix], view)  # the checkpoint's own tensors
             named |= set(layer.tensors(matrix))
     expected = "model.layers.2.mlp.experts.7.down_proj"
     key, tensor = KEYS.get(family, (expected, f"{expected}.weight"))
@@ -311,43 +314,31 @@ def test_ties_are_broken_alike_in_batches_and_alone(reference, model):
         assert (one.index[:, 0] != one.index[:, 1]).all()
 
 
-class Stored:
-    """Tensors in memory as a checkpoint."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors, self.files = tensors, dict.fromkeys(tensors, "memory")
-
-    def get(self, name: str) -> torch.Tensor:
-        return self.tensors[name]
-
-
 def test_a_checkpoint_of_mxfp4_blocks_says_what_to_do(tmp_path: Path):
+    """As GPT-OSS is published: packed values and scales in place of the experts' weights."""
     folder = seeded_checkpoint(tmp_path / "model", "gpt_oss")
-    layer = moe_layers(load_model(folder))[0]
+    model = load_model(folder)
     tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    del tensors[name]
-    tensors[f"{name}_blocks"] = torch.zeros(8, 64, 2, 16, dtype=torch.uint8)
-    tensors[f"{name}_scales"] = torch.zeros(8, 64, 2, dtype=torch.uint8)
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(
-        InputError, match=r"gate_up_proj_(blocks|scales).*MXFP4.*Mxfp4Config\(dequantize=True\)"
-    ):
-        layer.read(CheckpointTensors(folder), "gate_proj")
+    for name in ("gate_up_proj", "down_proj"):
+        for layer in moe_layers(model):
+            own = f"{layer.name}.experts.{name}"
+            experts, _, outputs = tensors.pop(own).shape
+            tensors[f"{own}_blocks"] = torch.zeros(experts, outputs, 2, 16, dtype=torch.uint8)
+            tensors[f"{own}_scales"] = torch.zeros(experts, outputs, 2, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    message = r"_(blocks|scales)'.*MXFP4 blocks.*Mxfp4Config\(dequantize=True\).*save_pretrained"
+    for door in (load_model, describe, lambda own: stored_layers(model, CheckpointTensors(own))):
+        with pytest.raises(InputError, match=message):
+            door(folder)
 
 
-def test_tensors_that_cannot_be_read(reference, folder):
-    layer = moe_layers(reference)[0]
+@pytest.mark.parametrize("suffix", ["weight_scale_inv", "weight_packed", "qweight"])
+def test_a_checkpoint_that_is_quantized_already_is_refused(tmp_path: Path, suffix: str):
+    """DeepSeek-V3 is published in blocks of float8 with inverse scales beside them."""
+    folder = seeded_checkpoint(tmp_path / "model", "deepseek_v3")
     tensors = load_file(folder / "model.safetensors")
-    name = layer.tensors("down_proj")[-1]
-
-    def fault(changed: dict[str, torch.Tensor | None]) -> str:
-        made = {**tensors, **changed}
-        with pytest.raises(InputError) as caught:
-            layer.read(Stored({key: own for key, own in made.items() if own is not None}), "down_proj")
-        return str(caught.value)
-
-    assert f"has no '{name}'" in fault({name: None})
-    assert f"'{name}' is torch.float8_e4m3fn" in fault({name: tensors[name].to(torch.float8_e4m3fn)})
-    assert "quantized already" in fault({f"{name}.weight_scale_inv": torch.ones(1)})
-    assert "config.json says" in fault({own: tensors[own][..., :16] for own in layer.tensors("down_proj")})
+    name = f"model.layers.1.mlp.experts.0.down_proj.{suffix}"
+    save_file({**tensors, name: torch.ones(1)}, folder / "model.safetensors", metadata={"format": "pt"})
+    for door in (load_model, describe):
+        with pytest.raises(InputError, match=rf"holds '{re.escape(name)}': it is quantized already"):
+            door(folder)

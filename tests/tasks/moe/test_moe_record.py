@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tasks.moe.activations import measure_expert_inputs
 from tasks.moe.checkpoint import load_model
 from tasks.moe.record import record_routing
 from tasks.moe.registry import moe_layers
@@ -86,3 +87,42 @@ def test_pop_needs_a_forward_and_the_hooks_go_away(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError):
             recorder.pop()  # popped means forgotten
     assert all(not layer.router._forward_hooks for layer in moe_layers(model))
+
+
+def dropping(router, experts: int, dropped: torch.Tensor):
+    """Make a router's forward send the picks where `dropped` [T, k] to no expert, as one over capacity does."""
+    own = router.forward
+
+    def forward(hidden: torch.Tensor):
+        logits, weight, index = own(hidden)
+        return logits, weight, index.masked_fill(dropped, experts)
+
+    router.forward = forward
+
+
+def test_picks_that_reach_no_expert(tmp_path: Path) -> None:
+    """They keep the router's choice and its strength, weigh nothing, add nothing, and are no load."""
+    model = load_model(seeded_checkpoint(tmp_path / "model"))
+    ids = torch.randint(0, 300, (1, 6), generator=torch.Generator().manual_seed(0))
+    plain, inputs = recorded_and_inputs(model, ids)
+    layer = moe_layers(model)[0]
+    dropped = torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0], [0, 0], [0, 1]], dtype=torch.bool)
+    dropping(layer.router, 8, dropped)
+    routing, again = recorded_and_inputs(model, ids)
+    assert torch.equal(inputs[0], again[0])
+    own, before = routing[0], plain[0]
+    assert torch.equal(own.routed, ~dropped) and all(other.routed.all() for other in routing[1:])
+    assert torch.equal(own.index, before.index) and torch.equal(own.gate_prob, before.gate_prob)
+    assert torch.equal(own.weight, before.weight * ~dropped)
+    assert torch.equal(own.reached(8), before.index.masked_fill(dropped, 8))
+    with torch.inference_mode():
+        output = layer.experts.module(inputs[0], own.reached(8), before.weight)
+        torch.testing.assert_close(output, layer.experts.module(inputs[0], before.index, own.weight))
+        assert not output[1].any()
+    with measure_expert_inputs(model) as measured, torch.inference_mode():
+        model(ids)
+    assert measured[0].load.tolist() == torch.bincount(own.index[own.routed], minlength=8).tolist()
+    kept = torch.zeros(6, 8).scatter(1, own.index, own.routed.float())  # [T, E]
+    torch.testing.assert_close(
+        torch.from_numpy(measured[0].squares()["up_proj"]).float(), kept.T @ inputs[0].square()
+    )

@@ -181,3 +181,21 @@ def test_a_plan_that_leaves_out_an_expert_is_refused(model):
 def test_an_unknown_dispatch_rule_is_refused(model):
     with pytest.raises(InputError, match="dispatch is 'nearest', expected one of"):
         install_physical_experts(model, plan_for(model, dispatch="nearest"), {})
+
+
+def test_a_pick_without_an_expert_has_no_physical_one(model):
+    """Expert number 8 of 8 is none: nothing computed, nothing counted."""
+    install_physical_experts(model, plan_for(model), {})
+    layer, physical = moe_layers(model)[0], physical_experts(model)[0]
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    index, weight = torch.tensor([[3, EXPERTS], [EXPERTS, EXPERTS], [3, 5]]), torch.ones(3, 2)
+    with torch.inference_mode():
+        model.base_model(input_ids=torch.arange(2, 5)[None])
+        reset_physical_load(model)
+        output = layer.experts.module(hidden, index, weight)
+        torch.testing.assert_close(output[:1], one(layer.experts, 3, hidden[:1]))
+        both = one(layer.experts, 3, hidden[2:]) + one(layer.experts, 5, hidden[2:])
+        torch.testing.assert_close(output[2:], both)
+    assert not output[1].any() and physical.load.sum() == 3
+    chosen = physical.choose(index.numpy(), physical._watch.latest)
+    assert (chosen[index.numpy() == EXPERTS] == -1).all() and (chosen[index.numpy() < EXPERTS] >= 0).all()
