@@ -22,8 +22,9 @@ from tasks.console import run_step
 from tasks.contracts import GIB, InputError, read_json, replacing_folder, write_json
 from tasks.moe.checkpoint import skeleton
 from tasks.moe.instance import copy_side_files, write_index, write_rest
+from tasks.moe.manifest import calibration_counts, expert_counts, seen_by_optimum
 from tasks.moe.quantizing import CalibratedWalk, digest_of, write_calibrated_shards, write_shards
-from tasks.moe.registry import family_of, moe_layers
+from tasks.moe.registry import family_of
 from tasks.moe.shards import Settings, Shards, unfinished
 from tasks.moe.stored_experts import stored_layers
 from tasks.moe.tensors import CheckpointTensors
@@ -62,11 +63,7 @@ def run(
     layers = stored_layers(model, CheckpointTensors(reference))
     for matrix in chain.from_iterable(layer.matrices for layer in layers):
         settings.grid.groups(matrix.shape[2], matrix.keys[0])
-    calibration = _calibration(params, requests)
-    walk = None
-    if calibration is not None:
-        limits = params.gptq.inputs, params.gptq.max_fallback_share
-        walk = CalibratedWalk(calibration, runtime.batch_tokens, *limits)
+    walk = _walk(params, requests, runtime.batch_tokens)
     with unfinished(output, digest_of(reference, settings, walk)) as folder, workers(runtime) as spread:
         shards = Shards(folder, layers, settings.grid)
         if walk is None:
@@ -76,15 +73,16 @@ def run(
         return _publish(output, reference, model, bits, params, shards)
 
 
-def _calibration(params: QuantizeInstances, requests: str | Path | None) -> list[list[int]] | None:
-    """Token sequences for a method that needs them, None for the others."""
+def _walk(params: QuantizeInstances, requests: str | Path | None, batch_tokens: int) -> CalibratedWalk | None:
+    """The calibration of a method that needs one, None for the others."""
     if params.method not in NEEDS_HESSIANS:
         return None
     if requests is None:
         raise InputError(
             f"method '{params.method}' needs calibration tokens: give the folder of the requests"
         )
-    return read_calibration(Path(requests))
+    sequences = read_calibration(Path(requests))
+    return CalibratedWalk(sequences, batch_tokens, params.gptq.inputs, params.gptq.max_fallback_share)
 
 
 def _publish(
@@ -97,7 +95,9 @@ def _publish(
 ) -> dict[str, Any]:
     """Move the finished shards into a complete instance; returns its manifest."""
     family, counts = family_of(model.config), [shards.counts(place) for place in range(len(shards.layers))]
+    counted, seen = expert_counts(model, counts), seen_by_optimum(model)
     obstacle = "asymmetric" if not params.symmetric else family.not_exportable
+    export = "compressed-tensors pack-quantized" if obstacle is None else f"not for export: {obstacle}"
     with replacing_folder(output) as folder:
         rest, rest_bytes = write_rest(folder / REST_FILE, reference, shards.layers)
         copy_side_files(reference, folder)
@@ -109,10 +109,9 @@ def _publish(
         # A folder that is not for export has no index, on purpose: plain transformers then refuses it, where with one
         # it would ignore the zero points or fill the experts with random weights.
         write_json(folder / "config.json", config, digits=17)
-        for place, own in enumerate(counts):
+        for place, own in enumerate(counts):  # late: until then, a run that is killed here is carried on
             shards.path(place).rename(folder / own["file"])
         size_bytes = sum(path.stat().st_size for path in folder.iterdir())
-        counted = _checked_counts(model, counts)
         manifest = {
             "name": f"W{bits}",
             "version": VERSION,
@@ -121,71 +120,21 @@ def _publish(
             "group_size": params.group_size,
             "symmetric": params.symmetric,
             "exportable": obstacle is None,
-            "export": "compressed-tensors pack-quantized"
-            if obstacle is None
-            else f"not for export: {obstacle}",
+            "export": export,
             **counted,
             "rest_bytes": rest_bytes,
             "size_bytes": size_bytes,  # of the whole folder but this manifest: headers and tokenizer included
             "size_gib": size_bytes / GIB,
             "ideal_gib": (counted["ideal_expert_bytes"] + rest_bytes) / GIB,
-            "expert_matrices_seen_by_optimum_gptq": _seen_by_optimum(model),
+            "expert_matrices_seen_by_optimum_gptq": seen,
             "experts": [
                 {key: own[key] for key in ("layer", "file", "sha256", "size_bytes")} for own in counts
             ],
         }
         if params.method in NEEDS_HESSIANS:
-            manifest |= _calibration_counts(params, counts)
+            manifest |= {"gptq": params.gptq.model_dump(), **calibration_counts(counts)}
         write_json(folder / MANIFEST_FILE, manifest, digits=10)
     return manifest
-
-
-def _checked_counts(model: PreTrainedModel, counts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over the shards; raises RuntimeError unless what was written is all that the modules hold."""
-    layers = moe_layers(model)
-    found = {
-        key: sum(own[key] for own in counts)
-        for key in ("matrices", "parameters", "stored_bytes", "ideal_bytes")
-    }
-    expected = (
-        sum(layer.num_experts * len(layer.matrices()) for layer in layers),
-        sum(parameter.numel() for layer in layers for parameter in layer.experts.parameters()),
-    )
-    if (found["matrices"], found["parameters"]) != expected:
-        raise RuntimeError(f"quantized (matrices, parameters) {found}, expected {expected}")
-    error, total = (sum(own[key] for own in counts) for key in ("error", "total"))
-    return {
-        "layers": len(layers),
-        "blocks": sum(layer.num_experts for layer in layers),
-        "matrices": found["matrices"],
-        "expert_parameters": found["parameters"],
-        "expert_bytes": found["stored_bytes"],
-        "ideal_expert_bytes": found["ideal_bytes"],
-        "stored_bits": 8 * found["stored_bytes"] / found["parameters"],
-        "relative_error": (error / total) ** 0.5 if total else 0.0,  # Frobenius, over all experts
-    }
-
-
-def _calibration_counts(params: QuantizeInstances, counts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What gptq saw of each expert [L][E], and how often it fell back."""
-    tokens = [own["tokens"] for own in counts]
-    fallbacks = sum(own.count(0) for own in tokens)
-    return {
-        "gptq": params.gptq.model_dump(),
-        "expert_tokens": tokens,
-        "fallbacks": fallbacks,  # experts without a token, which use their layer's pooled Hessian
-        "fallback_share": fallbacks / sum(map(len, tokens)),
-        "extra_damped_matrices": sum(own["damped"] for own in counts),
-    }
-
-
-def _seen_by_optimum(model: PreTrainedModel) -> int:
-    """Routed expert matrices that optimum's GPTQ quantizer finds. It looks for Linear modules, so it passes
-    over experts fused into one parameter without a word."""
-    from optimum.gptq.utils import get_layers  # seconds to import, and only needed here
-
-    prefixes = tuple(f"{layer.name}.{layer.family.experts}." for layer in moe_layers(model))
-    return sum(name.startswith(prefixes) for name in get_layers(model))
 
 
 def main(bits: int) -> None:
