@@ -32,7 +32,7 @@ from tasks.quant.threads import side_by_side
 
 BLOCK, INNER = 128, 16  # columns between two products with all earlier errors, and with the block's own
 SEARCH_VALUES = 2**16  # weights whose scales are searched at once
-_MOST_DAMPING = 1e5
+_LEAST_DAMPING, _MOST_DAMPING = 1e-4, 1e5  # of what is tried when factoring fails
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Gptq:
     """Settings of GPTQ."""
 
     damping: float = 0.01  # added to the Hessian's diagonal, as a share of its mean
-    shrinkage: float = 0.25  # the pooled Hessian's weight in tokens per input channel
+    shrinkage: float = 4.0  # the pooled Hessian's weight in tokens per input channel
     sweeps: int = 1  # of coordinate descent
 
 
@@ -73,10 +73,10 @@ def quantize_gptq(
         hessian = hessians.shrunk(slice(expert, expert + 1), settings.shrinkage)[0]
         if not torch.isfinite(hessian).all():
             raise InputError(f"{name}: the Hessian of expert {expert} holds NaN or infinite values")
-        order, factor, damping[expert] = _factor(hessian, settings.damping, f"{name}, expert {expert}")
+        order, factor, damping[expert] = factor_damped(hessian, settings.damping, f"{name}, expert {expert}")
         scale, zero_point = _static_grids(matrix, hessian, order, factor, grid, scales.dtype)
         check_range(scale, zero_point, name)
-        rounded = _feed_back(matrix.T, order, factor, scale, zero_point, grid)
+        rounded = feed_back(matrix.T.contiguous(), order, factor, scale, zero_point, grid)
         for _ in range(settings.sweeps):
             sweep(rounded, hessian, grid, scales.dtype)
         codes[expert] = rounded.codes.T
@@ -86,11 +86,14 @@ def quantize_gptq(
     return QuantizedMatrix(grid, codes, scales, None if grid.symmetric else zeros, damping)
 
 
-def _factor(hessian: torch.Tensor, damping: float, name: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+def factor_damped(
+    hessian: torch.Tensor, damping: float, name: str
+) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Damp `hessian` [in, in] in place and factor it in order of quantization, last column first.
 
     Returns the order [in] (ascending H_kk), the lower Cholesky factor [in, in] of the Hessian in that order,
-    and the damping that it took: ten times as much after every failure. A channel without inputs is damped
+    and the damping that it took: ten times as much after every failure. A Hessian of zeros becomes the identity's
+    multiple. A channel without inputs is damped
     too, and so rounds to nearest.
     """
     diagonal = hessian.diagonal()
@@ -104,8 +107,10 @@ def _factor(hessian: torch.Tensor, damping: float, name: str) -> tuple[torch.Ten
         factor, failed = torch.linalg.cholesky_ex(hessian.index_select(0, order).index_select(1, order))
         if not failed:
             return order, factor, damping
-        damping *= 10
-    raise InputError(f"{name}: the Hessian is not positive definite at {_MOST_DAMPING:g} times its mean")
+        damping = max(10 * damping, _LEAST_DAMPING)
+    raise InputError(
+        f"{name}: the Hessian is not positive definite with {_MOST_DAMPING:g} times its mean on the diagonal"
+    )
 
 
 def _static_grids(
@@ -133,7 +138,7 @@ def _static_grids(
     return scale, zero_point
 
 
-def _feed_back(
+def feed_back(
     columns: torch.Tensor,
     order: torch.Tensor,
     factor: torch.Tensor,

@@ -16,6 +16,7 @@ import torch
 from tasks.contracts import InputError
 from tasks.quant.threads import side_by_side
 
+BITS = (2, 3, 4, 8)  # what the packed format and the engines that read it take
 ZERO_POINT_DTYPE = torch.float16
 CHUNK_VALUES = 2**17  # weights fitted at once: a constant, so that results never depend on the machine
 TINY = 2.0**-24  # the smallest positive float16

@@ -55,7 +55,7 @@ def _fit_zero_point(groups: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, tor
         best = torch.where(better, zero_point, best)
         least = torch.where(better, size, least)
         if iteration < ITERATIONS:
-            share = _bounded_share(error, BETA * KAPPA**iteration, scratch)
+            share = bounded_share(error, BETA * KAPPA**iteration, scratch)
             zero_point = zero_point - torch.linalg.vecdot(error, share).unsqueeze(1) * length
     return scale, best
 
@@ -75,7 +75,7 @@ def _fit_scale(groups: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Te
         best = torch.where(better, scale, best)
         least = torch.where(better, size, least)
         if iteration < SCALE_ITERATIONS:
-            bounded = error.mul_(_bounded_share(error, BETA * KAPPA**iteration, scratch))
+            bounded = error.mul_(bounded_share(error, BETA * KAPPA**iteration, scratch))
             # argmin over s of sum (w − e − s · code)²; a group of zero codes keeps its scale
             energy = torch.linalg.vecdot(codes, codes).clamp_min_(1)
             growth = torch.linalg.vecdot(codes, bounded).div_(energy).mul_(SCALE_RELAXATION).unsqueeze(1)
@@ -88,7 +88,7 @@ _SLOPE = round((NORM - 2) / 2 * 2**_FRACTION_BITS)
 _BIAS = 127 - 0.045  # of a float32's exponent, less the mean of log2(1 + m) − m over its mantissa m
 
 
-def _bounded_share(error: torch.Tensor, beta: float, out: torch.Tensor) -> torch.Tensor:
+def bounded_share(error: torch.Tensor, beta: float, out: torch.Tensor) -> torch.Tensor:
     """(r − e) / r = min(1, |r|^(p−2) / β) of errors r [n, g], into `out`.
 
     A float's bits, read as an integer, are a scaled logarithm: bits(x^q / β) ≈ q · bits(x) + constant (Blinn,

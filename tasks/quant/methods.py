@@ -10,7 +10,7 @@ import torch
 from tasks.contracts import InputError
 from tasks.quant.clip_search import quantize_clip_search
 from tasks.quant.gptq import Gptq, quantize_gptq
-from tasks.quant.grid import Grid, QuantizedMatrix
+from tasks.quant.grid import BITS, Grid, QuantizedMatrix
 from tasks.quant.hessian import Hessians
 from tasks.quant.hqq import quantize_hqq
 from tasks.quant.rtn import quantize_rtn
@@ -55,9 +55,13 @@ def quantize(
     Only the methods in NEEDS_HESSIANS look at `hessians` and at the settings `gptq`. An expert's result
     depends on its own weights, its own Hessian and the pooled one alone, to the bit, on any number of threads.
 
-    Raises InputError for an unknown method, a group size that does not divide, weights that are not finite,
-    and gptq without Hessians or with Hessians that do not fit.
+    Raises InputError for an unknown method or number of bits, a group size that does not divide, weights that are
+    not finite, and gptq without Hessians or with Hessians that do not fit.
     """
     if method not in METHODS:
         raise InputError(f"quantization method '{method}' is not known: expected one of {sorted(METHODS)}")
+    if grid.num_bits not in BITS:
+        raise InputError(
+            f"{name}: {grid.num_bits} bits are not known: use one of {', '.join(map(str, BITS))}"
+        )
     return METHODS[method](weights, grid, name, hessians, gptq or Gptq())

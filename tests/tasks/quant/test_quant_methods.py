@@ -3,7 +3,7 @@ import torch
 
 from tasks.contracts import InputError
 from tasks.quant.grid import CHUNK_VALUES, Grid
-from tasks.quant.hqq import NORM
+from tasks.quant.hqq import NORM, bounded_share
 from tasks.quant.methods import METHODS, NEEDS_HESSIANS, quantize
 from tasks.quant.size import relative_error_parts
 
@@ -60,6 +60,17 @@ def test_hqq_is_no_worse_than_the_papers_algorithm(weights: torch.Tensor, bits: 
     paper_square, paper_power = errors(weights, papers_hqq(weights, bits, 64))
     assert power < paper_power
     assert square < 1.01 * paper_square
+
+
+@pytest.mark.parametrize("beta", [4.0, 8.3])
+def test_bounded_share_from_the_bits_of_a_float(beta: float) -> None:
+    """min(1, |r|^(p−2) / β) within 5 %, both signs, and 1 at an error of 0."""
+    size = torch.logspace(-6, 1, 5000)
+    error = torch.cat([size, -size, torch.zeros(1)]).view(-1, 1)
+    found = bounded_share(error, beta, torch.empty_like(error))
+    exact = error.abs().double().pow(NORM - 2).div(beta).clamp(max=1)
+    assert ((found - exact).abs() <= 0.05 * exact).all()
+    assert float(found[-1]) == 1
 
 
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - NEEDS_HESSIANS))
