@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig
 
 from tasks.contracts import GIB, InputError
 from tasks.cost import (
@@ -91,6 +91,21 @@ def test_every_decoder_only_family_is_counted_to_the_parameter(family):
     matrices = [view.numel() for layer in layers for view in layer.matrices().values()]
     assert (shape.moe_layers, shape.expert_parameters) == (len(layers), sum(matrices))
     assert (shape.experts, shape.top_k) == (layers[0].num_experts, layers[0].top_k)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "billions"),
+    [  # total parameters as published, from the sizes as published
+        ("gpt_oss", {"num_hidden_layers": 36, "num_experts": 128}, 116.83),  # gpt-oss-120b
+        ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}, 20.91),  # gpt-oss-20b
+        ("mixtral", {}, 46.70),  # Mixtral-8x7B
+        ("deepseek_v3", {}, 671.03),
+        ("olmoe", {"intermediate_size": 1024}, 6.92),  # OLMoE-1B-7B
+    ],
+)
+def test_published_models_are_counted(family, config, billions):
+    made = AutoConfig.for_model(family, **config).to_dict()
+    assert round(shape_from_config(made, "config.json").parameters / 1e9, 2) == billions
 
 
 def test_an_encoder_decoder_is_not_planned():
