@@ -124,6 +124,7 @@ def test_the_index_names_every_tensor_of_every_shard(reference: Path, tmp_path: 
     )
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_references_in_other_types(tmp_path: Path, dtype: torch.dtype) -> None:
     """Scales of float32 and float16 weights are float16, and transformers leaves the experts in that type whatever
@@ -133,7 +134,8 @@ def test_references_in_other_types(tmp_path: Path, dtype: torch.dtype) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for bits in (2, 3, 8):
         export(folder, tmp_path / f"W{bits}", bits)
-        exported = plain(tmp_path / f"W{bits}", dtype)
+        loading = CompressedTensorsConfig(dequantize=True)
+        exported = plain(tmp_path / f"W{bits}", dtype, quantization_config=loading)
         experts = moe_layers(exported)[0].matrices()["up_proj"]
         assert experts.dtype == torch.float16 and exported.lm_head.weight.dtype == dtype
         if dtype == torch.float32:
