@@ -11,10 +11,11 @@ number of threads. An encoder-decoder runs whole instead, and its hidden states 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,25 +39,33 @@ INPUTS: tuple[Inputs, ...] = ("reference", "quantized")
 
 
 class LayerStep:
-    """One MoE layer with its weights and Hessians, valid until the next step is asked for."""
+    """One MoE layer with its weights, valid until the next step is asked for."""
 
-    def __init__(self, layer: MoELayer, sums: HessianSums) -> None:
+    def __init__(self, layer: MoELayer, measure: Callable[[], HessianSums], inputs: Inputs) -> None:
         self.layer = layer
-        self.replaced = False
-        self._sums: HessianSums | None = sums
+        self._measure: Callable[[], HessianSums] | None = measure
+        self._sums: HessianSums | None = None
+        self._replaces = inputs == "quantized"
 
     def hessians(self) -> dict[str, Hessians]:
-        """ "hidden" [E, H, H] of gate_proj and up_proj, "inner" [E, width, width] of down_proj, with tokens [E]."""
+        """ "hidden" [E, H, H] of gate_proj and up_proj, "inner" [E, width, width] of down_proj, tokens [E] of both.
+
+        The first call runs the calibration tokens through the layer, with the reference's experts: so ask
+        before `replace`.
+        """
         if self._sums is None:
-            raise RuntimeError(f"the walk has left layer {self.layer.layer}: its Hessians are gone")
+            if self._measure is None:
+                raise RuntimeError(f"layer {self.layer.layer} was left or replaced: its Hessians are gone")
+            self._sums = self._measure()
         return self._sums.hessians()
 
     def matrices(self) -> dict[str, torch.Tensor]:
-        """name -> [E, out, in] float32, the reference's."""
+        """name -> [E, out, in] float32."""
         return self.layer.matrices()
 
     def replace(self, matrices: Mapping[str, torch.Tensor]) -> None:
-        """Compute with these matrices [E, out, in] from here on, so that later layers see their outputs.
+        """Have later layers see what this one makes with other matrices [E, out, in]; nothing changes in a walk
+        over the reference's inputs.
 
         Raises InputError for a matrix that the layer has not, and for another shape.
         """
@@ -67,12 +76,13 @@ class LayerStep:
                 raise InputError(
                     f"layer {self.layer.layer}: '{name}' {list(matrix.shape)}: expected one of {known}"
                 )
-            views[name].copy_(matrix)
-        self.replaced = True
+            if self._replaces:
+                self._measure = None
+                views[name].copy_(matrix)
 
     def leave(self) -> None:
-        """Let go of the Hessians, though a caller may still hold this step."""
-        self._sums = None
+        """Let go of the Hessians, a layer's largest part beside its weights."""
+        self._measure = self._sums = None
 
 
 def walk_layers(
@@ -112,12 +122,10 @@ def _walk_parts(
     for number in track(range(last + 1), label, last + 1):
         with stream.layer(number) as layer:
             if layer is not None:
-                step = LayerStep(layer, stream.measure(number, layer))
-                if inputs == "reference" and number < last:
-                    stream.advance(number)
+                step = LayerStep(layer, partial(stream.measure, number, layer), inputs)
                 yield step
                 step.leave()
-            if number < last and (layer is None or inputs == "quantized"):
+            if number < last:
                 stream.advance(number)
 
 
@@ -126,28 +134,28 @@ def _walk_whole(
 ) -> Iterator[LayerStep]:
     """One pass of the whole model per MoE layer."""
     model = load_model(folder)
-    layers, watch = moe_layers(model), TokenWatch(model)
-    for layer in layers:
+    watch = TokenWatch(model)
+
+    def measure(layer: MoELayer) -> HessianSums:
         sums = HessianSums(layer.experts)
 
-        def take(
-            hidden: torch.Tensor, index: torch.Tensor, _weight: torch.Tensor, sums: HessianSums = sums
-        ) -> torch.Tensor:
+        def take(hidden: torch.Tensor, index: torch.Tensor, _weight: torch.Tensor) -> torch.Tensor:
             real = watch.of(len(hidden)).real
             sums.add(hidden[real], index[real])
             return torch.zeros_like(hidden)  # only deeper layers see it, and nobody looks at those
 
         layer.experts.install(take)
-        for _ in prefill(model, sequences, batch_tokens, f"{label}: {layer.name}"):
-            pass
-        layer.experts.install(None)
-        kept = {name: matrix.clone() for name, matrix in layer.matrices().items()}
-        step = LayerStep(layer, sums)
+        try:
+            for _ in prefill(model, sequences, batch_tokens, f"{label}: {layer.name}"):
+                pass
+        finally:
+            layer.experts.install(None)
+        return sums
+
+    for layer in moe_layers(model):
+        step = LayerStep(layer, partial(measure, layer), inputs)
         yield step
         step.leave()
-        if inputs == "reference" and step.replaced:
-            for name, view in layer.matrices().items():
-                view.copy_(kept[name])
 
 
 @dataclass
@@ -206,8 +214,7 @@ class HiddenStream:
         self.partial.load(f"{self._prefix}layers.{number}.")
         del module.forward
         try:
-            found = [layer for layer in moe_layers(self.partial.model) if layer.layer == number]
-            yield found[0] if found else None
+            yield self.partial.load_experts(number)
         finally:
             module.forward = _pass_through
             self.partial.free(module)

@@ -103,7 +103,9 @@ def test_quantized_inputs_are_those_of_the_instance(checkpoint_of, sequences, fa
     for number in range(instance.config.num_hidden_layers):
         with stream.layer(number) as layer:
             if layer is not None:
-                LayerStep(layer, stream.measure(number, layer)).replace(coarse(layer.matrices()))
+                stream.measure(number, layer)
+                step = LayerStep(layer, lambda: pytest.fail("measured"), "quantized")
+                step.replace(coarse(step.matrices()))
             stream.advance(number)
     for own, expected in zip(stream.hidden, last_hidden(instance, sequences), strict=True):
         assert torch.equal(own, expected)
@@ -145,9 +147,23 @@ def test_a_step_is_over_when_the_next_is_asked_for(qwen, sequences):
     first = next(steps)
     assert first.hessians()["hidden"].total.shape == (8, 64, 64)
     next(steps)
-    with pytest.raises(RuntimeError, match="has left layer 0"):
+    with pytest.raises(RuntimeError, match="layer 0 was left"):
         first.hessians()
     assert first.matrices()["up_proj"].device.type == "meta"
+
+
+def test_hessians_come_before_the_experts_are_replaced(qwen, sequences):
+    step = next(walk_layers(qwen, sequences, BATCH, "quantized", "late"))
+    step.replace(coarse(step.matrices()))
+    with pytest.raises(RuntimeError, match="layer 0 was left or replaced"):
+        step.hessians()
+    step = next(walk_layers(qwen, sequences, BATCH, "quantized", "early"))
+    before = step.hessians()["inner"].total.clone()
+    step.replace(coarse(step.matrices()))
+    assert torch.equal(step.hessians()["inner"].total, before)
+    step.leave()
+    with pytest.raises(RuntimeError, match="gone"):
+        step.hessians()
 
 
 def test_replacing_never_writes_to_the_checkpoint(qwen, sequences):
@@ -193,6 +209,16 @@ def test_a_checkpoint_that_lacks_a_tensor_or_has_another_shape(qwen, sequences, 
     save_file({**without, name: tensors[name][:, :32].contiguous()}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=f"1 of another shape .*{name}"):
         list(walk_layers(tmp_path, sequences, BATCH, "reference", "other shape"))
+
+
+def test_experts_that_are_not_finite(qwen, sequences, tmp_path):
+    tensors = load_file(qwen / "model.safetensors")
+    (tmp_path / "config.json").write_text((qwen / "config.json").read_text())
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    tensors[name][3, 4] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=f"'{name}' holds NaN"):
+        list(walk_layers(tmp_path, sequences, BATCH, "reference", "broken"))
 
 
 def test_shards_are_read_as_one_file_is(qwen, sequences, tmp_path):
