@@ -55,15 +55,19 @@ class Experts(Protocol):
 
     def install(self, function: Run | None) -> None:
         """Run `function(hidden, index, weight) -> [T, H]` in place of the module's own forward; None restores
-        it."""
+        it. Raises RuntimeError when a function is installed already (a variant's replicas, say)."""
         ...
 
 
 def install(experts: Experts, function: Run | None) -> None:
     """`Experts.install` for every layout: an instance's own `forward` goes before its class's."""
-    experts.module.__dict__.pop("forward", None)
-    if function is not None:
-        experts.module.forward = partial(_installed, experts, function)
+    own = vars(experts.module)
+    if function is None:
+        own.pop("forward", None)
+    elif "forward" in own:
+        raise RuntimeError("another function runs in place of the experts already: take it back first")
+    else:
+        own["forward"] = partial(_installed, experts, function)
 
 
 def _installed(experts: Experts, function: Run, *args: Any, **options: Any) -> torch.Tensor:

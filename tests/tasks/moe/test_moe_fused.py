@@ -206,6 +206,8 @@ def test_installed_functions_run_in_place_of_the_forward_until_taken_back() -> N
         expected = hidden * weight[:, :1] + index[:, :1]
         assert torch.equal(module(hidden, index, weight), expected)
         assert torch.equal(module(hidden, top_k_index=index, top_k_weights=weight), expected)
+        with pytest.raises(RuntimeError, match="take it back first"):
+            FusedExperts(module).install(lambda hidden, index, weight: hidden)
         experts.install(None)
         assert torch.equal(module(hidden, index, weight), before)
     assert "forward" not in vars(module)

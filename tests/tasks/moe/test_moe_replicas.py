@@ -199,3 +199,15 @@ def test_a_pick_without_an_expert_has_no_physical_one(model):
     assert not output[1].any() and physical.load.sum() == 3
     chosen = physical.choose(index.numpy(), physical._watch.latest)
     assert (chosen[index.numpy() == EXPERTS] == -1).all() and (chosen[index.numpy() < EXPERTS] >= 0).all()
+
+
+def test_a_copied_variant_has_weights_and_counts_of_its_own(model, sequences):
+    install_physical_experts(model, plan_for(model), {})
+    before = logits(model, sequences)
+    load = np.stack(physical_load(model))
+    duplicate = copy.deepcopy(model)
+    for physical in physical_experts(duplicate):
+        physical.matrices()["down_proj"].zero_()
+    assert not torch.allclose(logits(duplicate, sequences), before)
+    assert (np.stack(physical_load(model)) == load).all()
+    assert torch.equal(logits(model, sequences), before)
