@@ -39,7 +39,7 @@ INPUTS: tuple[Inputs, ...] = ("reference", "quantized")
 
 
 class LayerStep:
-    """One MoE layer with its weights, valid until the next step is asked for."""
+    """One MoE layer with its weights, valid until the walk goes on or is closed."""
 
     def __init__(self, layer: MoELayer, measure: Callable[[], HessianSums], inputs: Inputs) -> None:
         self.layer = layer

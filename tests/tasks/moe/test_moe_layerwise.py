@@ -153,11 +153,13 @@ def test_a_step_is_over_when_the_next_is_asked_for(qwen, sequences):
 
 
 def test_hessians_come_before_the_experts_are_replaced(qwen, sequences):
-    step = next(walk_layers(qwen, sequences, BATCH, "quantized", "late"))
+    steps = walk_layers(qwen, sequences, BATCH, "quantized", "late")
+    step = next(steps)
     step.replace(coarse(step.matrices()))
     with pytest.raises(RuntimeError, match="layer 0 was left or replaced"):
         step.hessians()
-    step = next(walk_layers(qwen, sequences, BATCH, "quantized", "early"))
+    steps = walk_layers(qwen, sequences, BATCH, "quantized", "early")
+    step = next(steps)
     before = step.hessians()["inner"].total.clone()
     step.replace(coarse(step.matrices()))
     assert torch.equal(step.hessians()["inner"].total, before)
@@ -176,7 +178,8 @@ def test_replacing_never_writes_to_the_checkpoint(qwen, sequences):
 
 
 def test_a_matrix_that_does_not_fit(qwen, sequences):
-    step = next(walk_layers(qwen, sequences, BATCH, "quantized", "misfit"))
+    steps = walk_layers(qwen, sequences, BATCH, "quantized", "misfit")
+    step = next(steps)
     with pytest.raises(
         InputError, match=r"layer 0: 'up_proj' \[8, 64, 32\]: expected one of .*\[8, 32, 64\]"
     ):
