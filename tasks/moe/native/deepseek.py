@@ -97,7 +97,6 @@ class DeepseekForCausalLM(LlamaForCausalLM):
     """Raises InputError for a configuration that this class does not compute."""
 
     config_class = DeepseekConfig
-    config: DeepseekConfig
 
     def __init__(self, config: DeepseekConfig) -> None:
         if config.scoring_func != "softmax":

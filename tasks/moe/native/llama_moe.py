@@ -161,7 +161,6 @@ class LlamaMoEForCausalLM(LlamaForCausalLM):
     """Raises InputError for a configuration that this class does not compute."""
 
     config_class = LlamaMoEConfig
-    config: LlamaMoEConfig
     _keys_to_ignore_on_load_missing = [r"\.gate\.weight_noise\.weight$"]  # noqa: RUF012 (transformers' attribute)
     _keys_to_ignore_on_load_unexpected = [r"\.gate\.weight_noise\.weight$"]  # noqa: RUF012
 
