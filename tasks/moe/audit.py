@@ -23,7 +23,7 @@ from tasks.moe.skeleton_keys import (
     LINEAR,
     OTHER,
     ROUTER,
-    Keys,
+    compare_keys,
     kind_by_name,
     layer_of,
     model_keys,
@@ -278,29 +278,6 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _dimensions(parts: Mapping[str, StoredTensor]) -> int:
     return 2 if len(parts) > 1 else len(next(iter(parts.values())).shape)
-
-
-def compare_keys(
-    keys: Keys, groups: Mapping[str, Mapping[str, StoredTensor]]
-) -> tuple[list[str], list[str], dict[str, tuple[str, tuple[int, ...]]]]:
-    """Missing and unexpected bases, and the kind and shape of those that are there and belong."""
-    known: dict[str, tuple[str, tuple[int, ...]]] = {}
-    missing, biases = [], set()
-    for item in keys.expected:
-        form = item.best(groups)
-        for base, shape in form.items():
-            present = [name for name in keys.aliases.get(base, {base}) if name in groups]
-            known |= dict.fromkeys(present, (item.kind, shape))
-            if not present and not keys.is_ignored(base):
-                missing.append(base)
-        if item.kind == EXPERT:
-            biases |= {f"{base}.bias" for base in form} & groups.keys()
-    if biases:  # a tool that splits fused experts splits their biases too
-        missing = [base for base in missing if not (".experts." in base and base.endswith("_bias"))]
-    unexpected = [
-        base for base in groups if base not in known and base not in biases and not keys.is_ignored(base)
-    ]
-    return sorted(missing), sorted(unexpected), known
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tasks.moe.headers import merge_headers, read_header
 from tasks.moe.instance import load_instance
 from tasks.moe.registry import moe_layers
 from tasks.moe.replicas import check_plan, install_physical_experts
+from tasks.moe.skeleton_keys import base_of, compare_keys, model_keys
 from tasks.moe.tensors import CheckpointTensors, auto_class, check_finite, check_keys, read_config
 from tasks.quant.formats import MANIFEST_FILE, SUFFIXES, read_packed
 
@@ -58,16 +59,20 @@ def load_model(
     # Safetensors only, every shard whole, and weights that transformers reads as they are.
     check_stored(CheckpointTensors(folder).headers, str(folder))
     config = read_config(folder, trust_remote_code)
-    loaded: Any = auto_class(config).from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype,
-        experts_implementation=EXPERTS_IMPLEMENTATION,
-        trust_remote_code=trust_remote_code,
-        local_files_only=True,
-        ignore_mismatched_sizes=True,  # reported below, with the missing and the unexpected
-        output_loading_info=True,
-    )
+    try:
+        loaded: Any = auto_class(config).from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            experts_implementation=EXPERTS_IMPLEMENTATION,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # reported below, with the missing and the unexpected
+            output_loading_info=True,
+        )
+    except RuntimeError:  # a layer's experts could not be stacked: say which do not fit
+        check_names(folder, skeleton(folder, trust_remote_code))
+        raise
     model, info = loaded
     check_keys(folder, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     check_finite(folder, model.named_parameters())
@@ -84,6 +89,14 @@ def skeleton(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedM
     config = read_config(Path(folder), trust_remote_code)
     with torch.device("meta"):
         return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+
+
+def check_names(folder: Path, model: PreTrainedModel) -> None:
+    """Raise InputError when the tensors in `folder` are not those that `model`'s skeleton names, in their shapes."""
+    stored = {base_of(name): tensor for name, tensor in CheckpointTensors(folder).headers.items()}
+    missing, unexpected, known = compare_keys(model_keys(model), stored)
+    other = [base for base, (_, shape) in known.items() if stored[base].shape != shape]
+    check_keys(folder, missing, unexpected, other)
 
 
 def load_variant(model: PreTrainedModel, folder: Path) -> None:

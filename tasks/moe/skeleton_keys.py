@@ -112,6 +112,29 @@ def model_keys(model: PreTrainedModel) -> Keys:
     return Keys(expected, aliases, _ignored(model))
 
 
+def compare_keys(
+    keys: Keys, stored: Mapping[str, object]
+) -> tuple[list[str], list[str], dict[str, tuple[str, tuple[int, ...]]]]:
+    """Missing and unexpected bases, and the kind and shape of those that are there and belong."""
+    known: dict[str, tuple[str, tuple[int, ...]]] = {}
+    missing, biases = [], set()
+    for item in keys.expected:
+        form = item.best(stored)
+        for base, shape in form.items():
+            present = [name for name in keys.aliases.get(base, {base}) if name in stored]
+            known |= dict.fromkeys(present, (item.kind, shape))
+            if not present and not keys.is_ignored(base):
+                missing.append(base)
+        if item.kind == EXPERT:
+            biases |= {f"{base}.bias" for base in form} & stored.keys()
+    if biases:  # a tool that splits fused experts splits their biases too
+        missing = [base for base in missing if not (".experts." in base and base.endswith("_bias"))]
+    unexpected = [
+        base for base in stored if base not in known and base not in biases and not keys.is_ignored(base)
+    ]
+    return sorted(missing), sorted(unexpected), known
+
+
 def variant_keys(model: PreTrainedModel, plan: list[LayerPlan]) -> Keys:
     """What a variant's own file must hold: the physical experts that its plan quantizes."""
     expected, planned = [], {}

@@ -176,3 +176,13 @@ def test_a_family_without_a_loader_says_so(tmp_path: Path, family: str) -> None:
 def test_every_family_is_one_or_the_other() -> None:
     assert sorted(FAMILIES) == sorted((*EXPORTED, *NOT_EXPORTED))
     assert {name for name, family in FAMILIES.items() if family.not_exportable is None} == set(EXPORTED)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_the_code_of_export_md(tmp_path: Path) -> None:
+    export(half(tmp_path / "reference"), tmp_path / "W3", 3)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "EXPORT.md").read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code.replace("artifacts/instances/W3", str(tmp_path / "W3")), names)
+    assert torch.equal(logits(names["model"].eval()), logits(plain(tmp_path / "W3", torch.bfloat16)))
+    assert names["tokenizer"]("one two").input_ids
