@@ -57,7 +57,7 @@ def run(
     settings = Settings(
         params.method,
         Grid(bits, params.group_size, params.symmetric),
-        Gptq(params.gptq.damping, params.gptq.shrinkage),
+        Gptq(damping=params.gptq.damping, shrinkage=params.gptq.shrinkage),
     )
     model = skeleton(reference)
     layers = stored_layers(model, CheckpointTensors(reference))

@@ -24,7 +24,7 @@ from tasks.contracts import InputError, read_json, write_json
 from tasks.moe.fused import EXPERTS_IMPLEMENTATION
 from tasks.moe.registry import moe_layers
 from tasks.moe.stored_experts import StoredLayer, consumed
-from tasks.moe.tensors import CheckpointTensors, auto_class, check_keys, read_config
+from tasks.moe.tensors import CheckpointTensors, auto_class, check_finite, check_keys, read_config
 from tasks.quant.formats import (
     INDEX_FILE,
     MANIFEST_FILE,
@@ -52,7 +52,7 @@ SIDE_FILES = (
 def write_rest(path: Path, reference: Path, layers: Sequence[StoredLayer]) -> tuple[dict[str, Entry], int]:
     """Copy every tensor but the experts' as it is stored; returns the file's entries and their bytes.
 
-    Biases of experts are among them.
+    Biases of experts are among them. Raises InputError for a tensor that is not finite.
     """
     source = CheckpointTensors(reference)
     names = sorted(source.files.keys() - consumed(layers))
@@ -63,6 +63,7 @@ def write_rest(path: Path, reference: Path, layers: Sequence[StoredLayer]) -> tu
             if mapped > MAPPED_BYTES:  # what is mapped counts as memory of this process
                 source, mapped = CheckpointTensors(reference), 0
             tensor = source.get(name)
+            check_finite(reference, [(name, tensor)])
             file.write(name, tensor)
             written, mapped = written + tensor.nbytes, mapped + tensor.nbytes
     return entries, written

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors import safe_open
@@ -10,21 +11,23 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from tasks import quantize_instances
-from tasks.contracts import InputError, read_json
+from tasks.contracts import InputError, ResumableError, read_json
+from tasks.moe import quantizing
 from tasks.moe.checkpoint import load_model, load_tokenizer
+from tasks.moe.layerwise import walk_layers
 from tasks.moe.registry import moe_layers
 from tasks.moe.stored_experts import consumed, stored_layers
 from tasks.moe.tensors import CheckpointTensors
+from tasks.parallel import IN_PROCESS
 from tasks.params import QuantizeInstances, load_params
-from tasks.quant.formats import INDEX_FILE, MANIFEST_FILE, REST_FILE, expert_files, experts_file
+from tasks.quant.formats import INDEX_FILE, MANIFEST_FILE, REST_FILE, expert_files
+from tasks.quant.gptq import Gptq
 from tasks.quant.grid import Grid
 from tasks.quant.methods import quantize
 from tests.seeded_models import seeded_checkpoint
 
-IDS = torch.randint(0, 350, (2, 20), generator=torch.Generator().manual_seed(0))
-
-
 ROOT = Path(__file__).parents[2]
+IDS = torch.randint(0, 350, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
 def settings(**changes: Any) -> QuantizeInstances:
@@ -254,3 +257,192 @@ def test_the_configuration_of_an_exported_instance(reference: Path, tmp_path: Pa
         for file in (*shards, REST_FILE)
         for tensor in load_file(tmp_path / "W3" / file).values()
     )
+
+
+# --- fused checkpoints, workers, interruptions --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe"])
+def test_a_checkpoint_with_fused_experts(tmp_path: Path, family: str) -> None:
+    reference = half_precision(seeded_checkpoint(tmp_path / "float32", family), tmp_path / "reference")
+    params, folder = settings(symmetric=True), tmp_path / "W3"
+    manifest = quantize_instances.run(reference, folder, 3, params)
+    assert torch.equal(logits(load_model(folder)), logits(by_hand(reference, 3, params)))
+    rest = load_file(folder / REST_FILE)
+    fused = ("gate_up_proj", "down_proj", "input_linear.weight", "output_linear.weight")
+    assert not [name for name in rest if name.endswith(fused)]
+    biases = [name for name in rest if "experts" in name and name.endswith("_bias")]
+    assert len(biases) == (2 * manifest["layers"] if family == "gpt_oss" else 0)
+    # No loader reads quantized experts of these families: no index, so that none invents them.
+    assert not manifest["exportable"] and not (folder / INDEX_FILE).exists()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_two_workers_write_the_same_folder(tmp_path: Path) -> None:
+    reference = seeded_checkpoint(tmp_path / "reference", num_hidden_layers=2)
+    quantize_instances.run(reference, tmp_path / "one", 3, settings())
+    runtime = IN_PROCESS.model_copy(update={"workers": 2})
+    quantize_instances.run(reference, tmp_path / "two", 3, settings(), runtime=runtime)
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+def test_a_killed_run_is_carried_on(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = quantize_instances.run(reference, tmp_path / "whole", 3, settings())
+    done: list[int] = []
+
+    def interrupted(unit: Any) -> Any:
+        if len(done) == whole["layers"] - 1:
+            raise KeyboardInterrupt
+        done.append(unit.layer.layer)
+        return quantize_unit(unit)
+
+    quantize_unit = quantizing.quantize_unit
+    output = tmp_path / "W3"
+    quantize_instances.run(reference, output, 4, settings())  # what was published before
+    before = files(output)
+    monkeypatch.setattr(quantizing, "quantize_unit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_instances.run(reference, output, 3, settings())
+    assert files(output) == before
+    (kept,) = tmp_path.glob(".W3.*.shards")
+    assert len(list(kept.glob("*.json"))) == whole["layers"] - 1
+
+    def counting(unit: Any) -> Any:
+        done.append(unit.layer.layer)
+        return quantize_unit(unit)
+
+    monkeypatch.setattr(quantizing, "quantize_unit", counting)
+    assert quantize_instances.run(reference, output, 3, settings()) == whole | {"name": "W3"}
+    assert len(done) == len(set(done)) == whole["layers"]  # each layer once, over both runs
+    assert files(output) == files(tmp_path / "whole")
+    assert not list(tmp_path.glob(".W3.*"))
+
+
+def test_shards_of_other_parameters_are_not_carried_on(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize_unit, left = quantizing.quantize_unit, [1]
+
+    def interrupted(unit: Any) -> Any:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return quantize_unit(unit)
+
+    monkeypatch.setattr(quantizing, "quantize_unit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_instances.run(reference, tmp_path / "W3", 3, settings())
+    monkeypatch.setattr(quantizing, "quantize_unit", quantize_unit)
+    quantize_instances.run(reference, tmp_path / "W3", 3, settings(group_size=16))
+    quantize_instances.run(reference, tmp_path / "whole", 3, settings(group_size=16))
+    assert files(tmp_path / "W3") == files(tmp_path / "whole")
+    assert not list(tmp_path.glob(".W3.*"))
+
+
+def test_an_instance_whose_shards_are_not_its_own(reference: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "W4"
+    quantize_instances.run(reference, folder, 4, settings())
+    first, second = expert_files(folder)[:2]
+    tensors = load_file(first)
+    save_file({**tensors, "foreign.weight_packed": torch.zeros(1)}, first, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"1 unexpected \(foreign\.weight_packed\)"):
+        load_model(folder)
+    save_file(tensors, first, metadata={"format": "pt"})
+    second.unlink()
+    with pytest.raises(
+        InputError, match=r"1 of \d shards that manifest\.json names are absent, first model-e"
+    ):
+        load_model(folder)
+    manifest = read_json(folder / MANIFEST_FILE)
+    del manifest["experts"][1]
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=r"\d shards of experts, but the model of config.json has \d MoE"):
+        load_model(folder)
+
+
+# --- gptq ---------------------------------------------------------------------------------------------------------
+
+
+def calibration(folder: Path, lengths: list[int]) -> list[list[int]]:
+    """Random calibration tokens, written as prepare_requests writes them."""
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(0, 350, (length,), generator=generator).tolist() for length in lengths]
+    folder.mkdir()
+    pd.DataFrame({"id": range(len(ids)), "ids": ids}).to_parquet(folder / "calibration.parquet")
+    return ids
+
+
+@pytest.mark.parametrize("inputs", ["quantized", "reference"])
+def test_gptq_layer_after_layer(reference: Path, tmp_path: Path, inputs: Any) -> None:
+    ids = calibration(tmp_path / "requests", [60, 40, 50])
+    gptq = {"inputs": inputs, "shrinkage": 0.25, "damping": 0.01, "max_fallback_share": 0.1}
+    params = settings(method="gptq", gptq=gptq)
+    manifest = quantize_instances.run(reference, tmp_path / "W3", 3, params, tmp_path / "requests")
+
+    # The same by hand: whole layers, gate and up apart, nothing written.
+    model, source = load_model(reference), CheckpointTensors(reference)
+    layers = {layer.layer: layer for layer in moe_layers(model)}
+    tokens = []
+    for step in walk_layers(reference, ids, IN_PROCESS.batch_tokens, inputs, "by hand"):
+        hessians, layer = step.hessians(), layers[step.layer.layer]
+        tokens.append(hessians["hidden"].tokens.tolist())
+        made = {}
+        for matrix in layer.matrices():
+            own = hessians["inner" if matrix == "down_proj" else "hidden"]
+            weights = layer.read(source, matrix)
+            quantized = quantize("gptq", weights, Grid(3, 32, False), matrix, own, Gptq(0.01, 0.25))
+            made[matrix] = quantized.dequantize()
+        step.replace(made)
+        for matrix, view in layer.matrices().items():
+            view.copy_(made[matrix])
+    assert torch.equal(logits(load_model(tmp_path / "W3")), logits(model))
+
+    assert manifest["expert_tokens"] == tokens
+    assert [sum(own) for own in tokens] == [150 * 2] * manifest["layers"]  # top-2
+    assert manifest["fallbacks"] == sum(own.count(0) for own in tokens)
+    assert manifest["gptq"] == gptq
+    assert manifest["extra_damped_matrices"] == 0
+
+
+def test_what_the_inputs_of_a_layer_are_changes_later_layers_alone(reference: Path, tmp_path: Path) -> None:
+    calibration(tmp_path / "requests", [60, 40])
+    shards = {}
+    for inputs in ("quantized", "reference"):
+        gptq = settings().gptq.model_dump() | {"inputs": inputs, "max_fallback_share": 1.0}
+        params = settings(method="gptq", gptq=gptq)
+        quantize_instances.run(reference, tmp_path / inputs, 2, params, tmp_path / "requests")
+        shards[inputs] = [path.read_bytes() for path in expert_files(tmp_path / inputs)]
+    assert shards["quantized"][0] == shards["reference"][0]
+    assert all(a != b for a, b in zip(shards["quantized"][1:], shards["reference"][1:], strict=True))
+
+
+def test_experts_without_tokens_are_counted_and_limited(reference: Path, tmp_path: Path) -> None:
+    """3 tokens reach at most 6 of a layer's 8 experts, so at least a quarter has none."""
+    calibration(tmp_path / "requests", [3])
+
+    def quantized(limit: float) -> dict[str, Any]:
+        gptq = settings().gptq.model_dump() | {"max_fallback_share": limit}
+        params = settings(method="gptq", gptq=gptq)
+        return quantize_instances.run(reference, tmp_path / "W3", 3, params, tmp_path / "requests")
+
+    with pytest.raises(
+        ResumableError, match=r"experts get no calibration token.*max_fallback_share 0\.2 allows"
+    ):
+        quantized(0.2)
+    assert not (tmp_path / "W3").exists()
+    manifest = quantized(1.0)
+    without = sum(own.count(0) for own in manifest["expert_tokens"])
+    assert manifest["fallbacks"] == without >= 2 * manifest["layers"]
+    assert manifest["fallback_share"] == without / manifest["blocks"]
+    assert all(torch.isfinite(tensor).all() for tensor in packed(tmp_path / "W3").values())
+
+
+def test_gptq_needs_calibration_tokens(reference: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="method 'gptq' needs calibration tokens"):
+        quantize_instances.run(reference, tmp_path / "W3", 3, settings(method="gptq"))
+    with pytest.raises(InputError, match="run prepare_requests first"):
+        quantize_instances.run(reference, tmp_path / "W3", 3, settings(method="gptq"), tmp_path)
+    assert not list(tmp_path.iterdir())
