@@ -5,11 +5,12 @@ Nothing here is imported before `require_packages` has said that they are instal
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +28,7 @@ KERNEL = "gptq_torch"
 
 def require_packages() -> None:
     """Set the libraries' environment before they are imported; raise InputError when one is absent."""
-    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    absent = [name for name in PACKAGES if find_spec(name) is None]
     if absent:
         raise InputError(
             f"the optimum backend needs {', '.join(absent)}: install the extra [gptq] in an environment of its "
@@ -38,7 +39,13 @@ def require_packages() -> None:
     os.environ.setdefault("GPTQMODEL_DISABLE_PACK_EXT", "1")
 
 
+def optimum_quantizer() -> Any:
+    """The module of optimum's `GPTQQuantizer`."""
+    return import_module("optimum.gptq.quantizer")
+
+
 def quiet() -> None:
+    """Only warnings of the libraries' own loggers."""
     transformers_logging.disable_progress_bar()
     for name in ("optimum", "gptqmodel", "defuser", "tokenicer"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -47,9 +54,8 @@ def quiet() -> None:
 @contextmanager
 def plain_kernels() -> Iterator[None]:
     """No torch.compile of the kernels made inside: it needs a C++ compiler, and its rounding is its own."""
-    from gptqmodel.nn_modules.qlinear.torch import TorchLinear  # pyright: ignore[reportMissingImports]
-
-    with patch.object(TorchLinear, "optimize", lambda *_, **__: None):
+    kernel = import_module("gptqmodel.nn_modules.qlinear.torch").TorchLinear
+    with patch.object(kernel, "optimize", lambda *_, **__: None):
         yield
 
 
@@ -72,8 +78,7 @@ def hidden(linears: Sequence[nn.Module]) -> Iterator[None]:
 @contextmanager
 def watched(model: Any) -> Iterator[list[str]]:
     """Show progress block by block; yield the list that collects names of matrices that no token reached."""
-    from optimum.gptq import quantizer as library
-
+    library = optimum_quantizer()
     names = {module: name for name, module in model.named_modules()}
     rounded: list[str] = []
 
@@ -91,9 +96,7 @@ def watched(model: Any) -> Iterator[list[str]]:
 
 
 def defuse(model: Any) -> None:
-    import defuser  # pyright: ignore[reportMissingImports]
-
-    defuser.convert_model(model, cleanup_original=True)
+    import_module("defuser").convert_model(model, cleanup_original=True)
 
 
 @torch.no_grad()

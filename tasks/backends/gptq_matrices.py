@@ -37,7 +37,6 @@ class Matrix:
 
     name: str  # module path, without ".weight"
     shape: tuple[int, int]  # out, in
-    kind: Literal["dense", "experts"]
 
     def tensors(self, bits: int, group_size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """dtype and shape of the tensors that hold it, by suffix."""
@@ -49,6 +48,21 @@ class Matrix:
             "scales": ("F16", (groups, rows)),
             "g_idx": ("I32", (columns,)),
         }
+
+
+def kind_of(name: str) -> Targets:
+    """Whether a matrix is a routed expert's, by its module path."""
+    return "experts" if EXPERTS in name.split(".") else "dense"
+
+
+def count_kinds(names: Iterable[str]) -> dict[str, int]:
+    kinds = [kind_of(name) for name in names]
+    return {kind: kinds.count(kind) for kind in ("dense", "experts")}
+
+
+def quantized_names(folder: Path) -> list[str]:
+    """Module paths of the quantized matrices in a GPTQ checkpoint."""
+    return sorted(name.removesuffix(".qweight") for name in read_headers(folder) if name.endswith(".qweight"))
 
 
 def decoder_blocks(model: Any) -> str:
@@ -63,13 +77,17 @@ def decoder_blocks(model: Any) -> str:
 
 
 def fused_experts(model: Any) -> dict[str, tuple[int, ...]]:
-    """Fused expert weights by parameter name: 3-D, [E, ., .], which no quantizer of linear layers sees."""
-    blocks = decoder_blocks(model)
-    return {
-        name: tuple(parameter.shape)
-        for name, parameter in model.named_parameters()
-        if name.startswith(f"{blocks}.") and parameter.dim() == 3
-    }
+    """Expert weights that no quantizer of linear layers sees, by parameter name: fused ones [E, ., .], and those of
+    experts that are no `nn.Linear`."""
+    prefix = f"{decoder_blocks(model)}."
+    found = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        alone = EXPERTS in parts and parameter.dim() == 2 and not name.endswith("bias")
+        owner = model.get_submodule(".".join(parts[:-1]))
+        if name.startswith(prefix) and (parameter.dim() == 3 or (alone and not isinstance(owner, nn.Linear))):
+            found[name] = tuple(parameter.shape)
+    return found
 
 
 def linear_matrices(model: Any, targets: Targets) -> list[Matrix]:
@@ -84,9 +102,8 @@ def linear_matrices(model: Any, targets: Targets) -> list[Matrix]:
         parts = name.split(".")
         if not isinstance(module, nn.Linear) or not name.startswith(prefix) or ROUTERS & set(parts):
             continue
-        kind: Literal["dense", "experts"] = "experts" if EXPERTS in parts else "dense"
-        if targets in (kind, "all"):
-            found.append(Matrix(name, (module.out_features, module.in_features), kind))
+        if targets in (kind_of(name), "all"):
+            found.append(Matrix(name, (module.out_features, module.in_features)))
     return found
 
 
@@ -177,7 +194,7 @@ def audit_coverage(
             f"not quantized: {_few([*(f'{name} (fused experts)' for name in fused), *absent])}"
         )
     asked = {matrix.name for matrix in matrices}
-    extra = sorted(name for name in headers if _module(name, ".qweight") not in asked | {None})
+    extra = [name for name in quantized_names(folder) if name not in asked]
     if extra:
         raise InputError(
             f"{folder}: {len(extra)} matrices are quantized that were not asked for: {_few(extra)}"
@@ -225,10 +242,6 @@ def declared_formats(folder: Path) -> dict[str, str]:
             # transformers lets the older name win where both are there
             found[file] = section.get("checkpoint_format") or section.get("format") or "gptq"
     return found
-
-
-def _module(name: str, suffix: str) -> str | None:
-    return name.removesuffix(suffix) if name.endswith(suffix) else None
 
 
 def _told(stored: StoredTensor | None) -> str:

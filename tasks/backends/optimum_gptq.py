@@ -5,9 +5,9 @@ the extra [gptq], whose packages do not fit beside the others': `make setup-gptq
 
 What the library leaves to chance is checked here. Every matrix that was asked for is found in the files that were
 written: fused experts, which the library skips without a word, are defused first, and are an error where they
-cannot be. The files and both configurations agree about the zero points. The written checkpoint is loaded again:
-no key missing, none unexpected, every tensor bit for bit
-what it was in memory, logits equal. Nothing replaces OUTPUT before.
+cannot be. The files and both configurations agree about the zero points. The written checkpoint is loaded again: no
+key missing, none unexpected, every tensor bit for bit what it was in memory, logits equal. Nothing replaces OUTPUT
+before.
 
 Costs: the reference and one block's Hessians in memory; every block runs on all calibration tokens up to five
 times. A checkpoint with quantized experts is read by `load` of this file only: transformers alone would give it
@@ -36,27 +36,28 @@ from tasks.backends.gptq_library import (
     defuse,
     defuse_unchanged,
     hidden,
+    optimum_quantizer,
     plain_kernels,
     quiet,
     require_packages,
     watched,
 )
 from tasks.backends.gptq_matrices import (
-    EXPERTS,
     Matrix,
     Targets,
     audit_coverage,
     check_defused,
     check_sizes,
+    count_kinds,
     decoder_blocks,
     fused_experts,
     linear_matrices,
+    quantized_names,
     reading_groups,
 )
 from tasks.console import run_step, timed
 from tasks.contracts import InputError, read_json, replacing_folder, write_json
-from tasks.moe.headers import read_headers
-from tasks.moe.tensors import check_keys, read_config
+from tasks.moe.tensors import CheckpointTensors, check_keys, read_config
 
 VERSION = 1
 SIDECAR = "optimum_gptq.json"
@@ -77,14 +78,12 @@ class Result:
     """What was asked for and what is in the files."""
 
     asked: dict[str, int]  # matrices by kind
-    quantized: dict[str, int]
+    quantized: dict[str, int]  # the same, counted in the files
     reference_bytes: int  # of the matrices that were asked for
     quantized_bytes: int
     rounded: list[str]  # matrices that no calibration token reached: the library rounds those to nearest
     sequential: str  # "groups": a group of matrices sees the quantized ones before it; "blocks": a block does
-    reload_difference: (
-        float  # largest, in logits, of the loaded checkpoint from the model in memory; 0 but for rounding
-    )
+    reload_difference: float  # largest, in logits, of the loaded checkpoint from the model in memory
 
 
 def run(reference: Path, output: Path, sequences: Sequence[Sequence[int]], settings: Settings) -> Result:
@@ -96,7 +95,12 @@ def run(reference: Path, output: Path, sequences: Sequence[Sequence[int]], setti
     """
     require_packages()
     quiet()
+    if output.resolve() in (reference.resolve(), *reference.resolve().parents):
+        raise InputError(
+            f"{output} is, or holds, the reference {reference}: expected another folder to write"
+        )
     fused, matrices = plan(reference, settings)
+    tokenizer = load_tokenizer(reference)
     probe = _probe(sequences, read_config(reference).vocab_size)
     with timed(f"loading {reference}"):
         model = _load_reference(reference)
@@ -108,18 +112,22 @@ def run(reference: Path, output: Path, sequences: Sequence[Sequence[int]], setti
         expected, held = _logits(model, probe), _digests(model)
         with replacing_folder(output) as folder:
             _save(quantizer, model, folder)
-            AutoTokenizer.from_pretrained(reference).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
             size_bytes = audit_coverage(folder, matrices, settings.bits, settings.group_size)
-            item_bytes = model.dtype.itemsize
+            item_bytes, shapes = model.dtype.itemsize, [matrix.shape for matrix in matrices]
             del model, quantizer
             with timed("loading what was written"):
                 loaded = load(folder)
             difference = _difference(loaded, held, probe, expected, output)
-            counts = {kind: sum(matrix.kind == kind for matrix in matrices) for kind in ("dense", "experts")}
             result = Result(
-                counts, counts, sum(m.shape[0] * m.shape[1] for m in matrices) * item_bytes, size_bytes,
-                sorted(rounded), sequential, difference,
-            )  # fmt: skip
+                asked=count_kinds(matrix.name for matrix in matrices),
+                quantized=count_kinds(quantized_names(folder)),
+                reference_bytes=sum(rows * columns for rows, columns in shapes) * item_bytes,
+                quantized_bytes=size_bytes,
+                rounded=sorted(rounded),
+                sequential=sequential,
+                reload_difference=difference,
+            )
             write_json(folder / SIDECAR, {"VERSION": VERSION, "settings": asdict(settings), **asdict(result)})
     return result
 
@@ -161,9 +169,9 @@ def load(folder: str | Path) -> Any:
     require_packages()
     quiet()
     folder = Path(folder)
-    headers = read_headers(folder)
+    names = quantized_names(folder)
     with plain_kernels():
-        if not any(name.endswith(".qweight") and EXPERTS in name.split(".") for name in headers):
+        if not count_kinds(names)["experts"]:
             options = read_json(folder / "config.json")["quantization_config"]
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -175,21 +183,19 @@ def load(folder: str | Path) -> Any:
             model, info = loaded
             check_keys(folder, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
             return model.eval()
-        return _load_defused(folder, sorted({tensor.file for tensor in headers.values()}))
+        return _load_defused(folder)
 
 
-def _load_defused(folder: Path, files: Sequence[str]) -> Any:
-    from optimum.gptq import GPTQQuantizer
-
+def _load_defused(folder: Path) -> Any:
     config = read_config(folder)
     options = config.quantization_config
     del config.quantization_config
     model: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     defuse(model)
-    quantizer = GPTQQuantizer.from_dict({**options, "backend": KERNEL})
+    quantizer = optimum_quantizer().GPTQQuantizer.from_dict({**options, "backend": KERNEL})
     quantizer.convert_model(model, device_map={"": torch.device("cpu")})
     weights: dict[str, torch.Tensor] = {}
-    for file in files:
+    for file in sorted(set(CheckpointTensors(folder).files.values())):
         weights |= load_file(folder / file)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
@@ -211,19 +217,16 @@ def _quantize(
     model: Any, sequences: Sequence[Sequence[int]], matrices: Sequence[Matrix], settings: Settings
 ) -> tuple[list[str], Any, str]:
     """Quantize `matrices` in place; names of those that no token reached, the quantizer, and how it went."""
-    from optimum.gptq import GPTQQuantizer
-
     tokens = [torch.tensor([list(ids)]) for ids in sequences]
     examples = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in tokens]
     groups = reading_groups(model, matrices)
     names = [name for group in groups for name in group]
     blocks: Any = model.get_submodule(decoder_blocks(model))
-    uniform = len(matrices) == len(names) * len(
-        blocks
-    )  # else some block lacks a matrix, which it cannot take
-    quantizer = GPTQQuantizer(
+    # Where a block lacks one of a group's matrices, the library cannot take groups: then all of a block's at once.
+    uniform = len(matrices) == len(names) * len(blocks)
+    quantizer = optimum_quantizer().GPTQQuantizer(
         bits=settings.bits,
-        dataset=cast(Any, examples),
+        dataset=examples,
         group_size=settings.group_size,
         modules_in_block_to_quantize=groups if uniform else None,
         true_sequential=uniform,
@@ -256,6 +259,14 @@ def _save(quantizer: Any, model: Any, folder: Path) -> None:
     named = partial(model.save_pretrained, save_original_format=bool(fused_experts(model)))
     with patch.object(model, "save_pretrained", named):
         quantizer.save(model, str(folder))
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer beside a checkpoint; raises InputError when there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder}: no tokenizer that can be read: {str(error).splitlines()[0]}") from None
 
 
 @torch.no_grad()
@@ -355,9 +366,7 @@ def main(
     logging.disable(logging.WARNING)  # the libraries' banners; what counts is checked
     config = read_config(reference)
     width = int(getattr(config, "max_position_embeddings", None) or 2048)
-    sequences = read_sequences(
-        calibration, AutoTokenizer.from_pretrained(reference).encode, tokens, min(width, 2048)
-    )
+    sequences = read_sequences(calibration, load_tokenizer(reference).encode, tokens, min(width, 2048))
     result = run(reference, output, sequences, Settings(bits, group_size, cast(Targets, targets)))
     print(f"{'matrices':10} {'asked':>7} {'quantized':>10}")
     for kind in ("dense", "experts"):

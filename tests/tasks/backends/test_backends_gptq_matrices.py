@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -27,7 +29,7 @@ from tasks.backends.optimum_gptq import Settings, read_sequences, run
 from tasks.contracts import InputError, write_json
 from tests.seeded_models import seeded_checkpoint
 
-MATRIX = Matrix("model.layers.0.self_attn.q_proj", (64, 96), "dense")
+MATRIX = Matrix("model.layers.0.self_attn.q_proj", (64, 96))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def written(
 def test_routers_gates_and_the_head_are_not_asked_for(model):
     dense = {matrix.name for matrix in linear_matrices(model, "dense")}
     # 3 layers x 4 of attention, 3 of the dense layer, 2 shared experts x 3
-    assert len(dense) == 21 and {matrix.kind for matrix in linear_matrices(model, "all")} == {"dense"}
+    assert len(dense) == 21 and linear_matrices(model, "experts") == []
     assert "model.layers.1.mlp.shared_expert.down_proj" in dense and "model.layers.0.mlp.up_proj" in dense
     assert not any("gate." in f"{name}." for name in dense) and "lm_head" not in dense
     assert isinstance(model.get_submodule("model.layers.1.mlp.shared_expert_gate"), nn.Linear)
@@ -77,27 +79,37 @@ def test_fused_experts_are_seen_and_must_become_linear_layers(model):
         check_defused(fused, model)
 
 
+def blocks_of(experts: list[nn.Module]) -> Any:
+    """A model of one block whose experts are `experts`."""
+    model: Any = nn.Module()
+    model.base_model_prefix, model.config = "model", SimpleNamespace(is_encoder_decoder=False)
+    model.model = nn.Module()
+    layer = nn.Module()
+    layer.experts = nn.ModuleList(experts)
+    model.model.layers = nn.ModuleList([layer])
+    object.__setattr__(model, "base_model", model.model)
+    return model
+
+
 def test_defusing_must_keep_every_value():
-    class Toy(nn.Module):
-        base_model_prefix = "model"
-
-        def __init__(self, experts: int) -> None:
-            super().__init__()
-            self.config = type("Config", (), {"is_encoder_decoder": False})
-            layer = nn.Module()
-            layer.experts = nn.ModuleList(nn.Linear(4, 2, bias=False) for _ in range(experts))
-            self.model = nn.Module()
-            self.model.layers = nn.ModuleList([layer])
-            self.base_model = self.model
-
     fused = {"model.layers.0.experts.up_proj": (3, 2, 4)}
-    check_defused(fused, Toy(3))
+    check_defused(fused, blocks_of([nn.Linear(4, 2, bias=False) for _ in range(3)]))
     with pytest.raises(InputError, match="24 values in 1 fused weights, 16 in 2 linear"):
-        check_defused(fused, Toy(2))
+        check_defused(fused, blocks_of([nn.Linear(4, 2, bias=False) for _ in range(2)]))
+
+
+def test_experts_that_are_neither_fused_nor_linear_are_seen():
+    """Expert weights as a plain list of parameters, as LLaMA-MoE keeps them, would be passed over too."""
+    toy = blocks_of([nn.Linear(4, 2, bias=False)])
+    toy.model.layers[0].experts.weight_up = nn.ParameterList([torch.ones(2, 4), torch.ones(2, 4)])
+    toy.model.layers[0].experts.up_bias = nn.Parameter(torch.ones(2, 2))  # biases stay as they are
+    assert fused_experts(toy) == dict.fromkeys(
+        (f"model.layers.0.experts.weight_up.{expert}" for expert in range(2)), (2, 4)
+    )
 
 
 def test_sizes_that_do_not_fit_are_listed_with_those_that_would():
-    odd = [Matrix(f"m{number}", (48, 64), "dense") for number in range(8)]
+    odd = [Matrix(f"m{number}", (48, 64)) for number in range(8)]
     with pytest.raises(InputError, match=r"8 of 9 matrices .* divisible by 32.*m0 \[48, 64\].*and 2 more"):
         check_sizes([*odd, MATRIX], 32)
     with pytest.raises(
@@ -130,7 +142,7 @@ def test_bytes_of_a_quantized_matrix(bits, tmp_path):
 
 def test_what_was_left_out_is_named(tmp_path):
     folder = written(tmp_path / "out")
-    other = Matrix("model.layers.0.self_attn.k_proj", (32, 96), "dense")
+    other = Matrix("model.layers.0.self_attn.k_proj", (32, 96))
     fused = ["model.layers.0.mlp.experts.gate_up_proj"]
     left = r"layers\.0\.mlp\.experts\.gate_up_proj \(fused experts\), model\.layers\.0\.self_attn\.k_proj$"
     with pytest.raises(InputError, match=rf"2 of 3 matrices .* not quantized: model\.{left}"):
