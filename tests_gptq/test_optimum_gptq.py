@@ -304,6 +304,19 @@ def test_nothing_is_replaced_by_a_checkpoint_that_fails(reference, tmp_path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+def test_the_reference_is_never_replaced(reference):
+    for output in (reference, reference.parent):
+        with pytest.raises(InputError, match="is, or holds, the reference"):
+            run(reference, output, SEQUENCES, Settings(4, 32, "dense"))
+    assert (reference / "model.safetensors").is_file()
+
+
+def test_a_reference_without_tokenizer_ends_before_any_work(reference, tmp_path):
+    shutil.copytree(reference, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(InputError, match="bare: no tokenizer there"):
+        run(tmp_path / "bare", tmp_path / "out", SEQUENCES, Settings(4, 32, "dense"))
+
+
 def test_tokens_of_another_vocabulary_are_refused(reference, tmp_path):
     with pytest.raises(InputError, match=r"token ids from 0 to 352, expected 0 to 351"):
         run(reference, tmp_path / "out", [[0, 352]], Settings(4, 32, "dense"))

@@ -262,11 +262,12 @@ def _save(quantizer: Any, model: Any, folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer beside a checkpoint; raises InputError when there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder}: no tokenizer that can be read: {str(error).splitlines()[0]}") from None
+    """The tokenizer beside a checkpoint; raises InputError when there is none (transformers would make one up)."""
+    if not any(file for pattern in ("tokenizer*", "vocab*", "*.model") for file in folder.glob(pattern)):
+        raise InputError(
+            f"{folder}: no tokenizer there: expected one beside the checkpoint, such as tokenizer.json"
+        )
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 @torch.no_grad()
