@@ -106,7 +106,9 @@ def run_experts(
             inner = experts.inner(expert, rows)
             if observe is not None:
                 observe(expert, rows, inner)
-            output = experts.output(expert, inner) * weights[own]
+            output = experts.output(expert, inner)
+            del rows, inner  # their memory, still in the cache, takes the next results
+            output = output * weights[own]
             total.index_add_(0, tokens[own], output.to(total.dtype))
             start += count
     return total
