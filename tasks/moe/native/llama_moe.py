@@ -15,13 +15,13 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from tasks.contracts import InputError
 from tasks.moe.native.routed import RoutedExperts
 
 # A checkpoint lists each projection's experts (`experts.weight_gate.3`), the modules are one per expert.
-RENAMINGS = [
+RENAMINGS: list[WeightConverter | WeightRenaming] = [
     WeightRenaming(
         rf"\.calculator\.experts\.weight_{kind}\.(\d+)", rf".calculator.experts.\1.{kind}_proj.weight"
     )
