@@ -38,11 +38,16 @@ def quantize_clip_search(weights: torch.Tensor, grid: Grid, name: str = "matrix"
 
 
 def search_range(
-    groups: torch.Tensor, grid: Grid, dtype: torch.dtype, importance: torch.Tensor | None = None
+    groups: torch.Tensor,
+    grid: Grid,
+    dtype: torch.dtype,
+    importance: torch.Tensor | None = None,
+    refits: int = REFITS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero_point [..., 1] of groups [..., g], float32 but holding values of the stored types.
 
-    `importance` [..., g] (broadcast against the groups, >= 0) weighs the squared errors.
+    `importance` [..., g] (broadcast against the groups, >= 0) weighs the squared errors; `refits` steps of
+    least squares follow the search.
     """
     search = _Search(groups, grid, dtype, importance)
     scale, zero_point = min_max(groups, grid)
@@ -51,7 +56,7 @@ def search_range(
     for step in range(1, RATIOS):
         search.try_grid(scale * (1 - (1 - lowest) * step / (RATIOS - 1)), zero_point)
     search.try_grid(search.scale, search.zero_point)
-    for _ in range(REFITS):
+    for _ in range(refits):
         search.try_grid(*search.refit())
     return search.scale, search.zero_point
 

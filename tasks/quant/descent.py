@@ -2,7 +2,7 @@
 fixed.
 
 After Behdin et al., QuantEase (arXiv:2309.01885): with errors E = W − Ŵ and the gradient F = H E (all
-[in, out] here), the best value of column k is  ŵ_k + F_k / H_kk,  rounded to its grid. Before the codes of a
+[in, experts, out] here), the best value of column k is  ŵ_k + F_k / H_kk,  rounded to its grid. Before the codes of a
 group move, its scale and zero point take the least-squares values for the codes that it has. No step raises
 sum over rows of e H e^T.
 """
@@ -20,96 +20,128 @@ _NOTHING = 1e-30
 
 
 @dataclass
-class Rounded:
-    """A matrix on its grid, columns first; float32 throughout."""
+class Columns:
+    """The matrices of some experts on their grids, columns first, float32 throughout: [in, experts, out].
 
-    codes: torch.Tensor  # [in, out]
-    errors: torch.Tensor  # [in, out] w − (code − zero_point) · scale
-    scale: torch.Tensor  # [G, out] values of the stored type
-    zero_point: torch.Tensor  # [G, out] values of the stored type
+    Memory has room for `places` experts, however many there are, and for outputs that no expert has: products
+    then see the same layout, and give the same bits, wherever an expert is.
+    """
+
+    codes: torch.Tensor  # [in, places, padded out]
+    errors: torch.Tensor  # [in, places, padded out] w − (code − zero_point) · scale
+    scale: torch.Tensor  # [G, places, padded out] values of the stored type
+    zero_point: torch.Tensor  # [G, places, padded out] values of the stored type
+    experts: int  # places in use
+
+    @classmethod
+    def empty(cls, width: int, groups: int, places: int, padded: int, experts: int, grid: Grid) -> Columns:
+        """Zero weights on grids of scale 1."""
+        zero_point = torch.full((groups, places, padded), float(grid.middle))
+        zeros = torch.zeros(width, places, padded)
+        return cls(torch.empty_like(zeros), zeros, torch.ones_like(zero_point), zero_point, experts)
+
+    def blank(self) -> torch.Tensor:
+        """Uninitialised memory of the layout of `errors`."""
+        return torch.empty_like(self.errors)
 
 
-def sweep(rounded: Rounded, hessian: torch.Tensor, grid: Grid, dtype: torch.dtype) -> None:
-    """Go once over all groups; `hessian` [in, in], `dtype` the scale's stored type. Changes `rounded`."""
-    width = len(rounded.codes)
-    size = width // len(rounded.scale)
-    inverse = hessian.diagonal().reciprocal().tolist()
-    for group in range(len(rounded.scale)):
+def sweep(piece: Columns, hessians: list[torch.Tensor], grid: Grid, dtype: torch.dtype) -> None:
+    """Go once over all groups; `hessians` [in, in] per expert, `dtype` the scale's stored type. Changes `piece`."""
+    width, experts = len(piece.codes), piece.experts
+    size = width // len(piece.scale)
+    inverse = torch.stack([hessian.diagonal() for hessian in hessians], dim=-1).reciprocal_().unsqueeze(-1)
+    room = torch.empty(size, *piece.errors.shape[1:])
+    for group in range(len(piece.scale)):
         part = slice(group * size, (group + 1) * size)
-        own = hessian[part, part].contiguous()
-        gradient = hessian[part] @ rounded.errors  # [g, out]
-        _refit(rounded, group, part, own, gradient, grid, dtype)
-        _round_again(rounded, group, part, own, gradient, inverse[part], grid)
+        own = [hessian[part, part] for hessian in hessians]
+        gradient = room[:, :experts]  # [g, experts, out]
+        for place, hessian in enumerate(hessians):
+            torch.mm(hessian[part], piece.errors[:, place], out=gradient[:, place])
+        _refit(piece, group, part, own, gradient, grid, dtype)
+        # F / H_kk from here on
+        gradient.mul_(inverse[part])
+        own = [matrix * inverse[part, place] for place, matrix in enumerate(own)]
+        _round_again(piece, group, part, own, gradient, grid)
 
 
 def _refit(
-    rounded: Rounded,
+    piece: Columns,
     group: int,
     part: slice,
-    own: torch.Tensor,
+    own: list[torch.Tensor],
     gradient: torch.Tensor,
     grid: Grid,
     dtype: torch.dtype,
 ) -> None:
     """Least squares over ŵ = scale · code + offset of one group, with c^T H c and so on as inner products."""
-    codes, scale, zero_point = rounded.codes[part], rounded.scale[group], rounded.zero_point[group]
+    used = slice(0, piece.experts)
+    codes, errors = piece.codes[part, used], piece.errors[part, used]
+    scale, zero_point = piece.scale[group, used], piece.zero_point[group, used]
     if grid.symmetric:
-        centred = codes - grid.middle
-        slope = _dot(centred, gradient) / _dot(centred, own @ centred).clamp_min_(_NOTHING)
-        new_scale, new_zero = scale + slope, zero_point
-    else:
-        spread = own @ codes  # H c
-        rows = own.sum(dim=0)  # H 1
-        code_code, one_one = _dot(codes, spread), rows.sum()
-        code_one = rows @ codes
-        code_force, one_force = _dot(codes, gradient), gradient.sum(dim=0)
-        determinant = code_code * one_one - code_one * code_one
-        slope = (code_force * one_one - one_force * code_one) / determinant
-        offset = (one_force * code_code - code_force * code_one) / determinant
-        new_scale = scale + slope
-        new_zero = (scale * zero_point - offset) / new_scale
+        codes = codes - grid.middle
+    spread = torch.empty(len(codes), *piece.errors.shape[1:])[:, used]  # H c
+    for place, matrix in enumerate(own):
+        torch.mm(matrix, codes[:, place], out=spread[:, place])
+    code_code, code_force = _dot(codes, spread), _dot(codes, gradient)
+    if grid.symmetric:
+        new_scale = (scale + code_force / code_code.clamp_min(_NOTHING)).to(dtype).float().clamp_min_(TINY)
+        slope = new_scale - scale
+        # ŵ moves by slope · code, and the loss by move^T (H move − 2 F)
+        better = slope * (slope * code_code - 2 * code_force) < 0
+        slope = torch.where(better, slope, 0)
+        scale.copy_(torch.where(better, new_scale, scale))
+        errors.addcmul_(codes, slope, value=-1)
+        gradient.addcmul_(spread, slope, value=-1)
+        return
+    one_rows = torch.stack([matrix.sum(dim=1) for matrix in own], dim=-1).unsqueeze(
+        -1
+    )  # H 1: [g, experts, 1]
+    one_one = one_rows.sum(dim=0)
+    code_one, one_force = spread.sum(dim=0), gradient.sum(dim=0)
+    determinant = code_code * one_one - code_one * code_one
+    offset = (one_force * code_code - code_force * code_one) / determinant
+    new_scale = scale + (code_force * one_one - one_force * code_one) / determinant
     new_scale = new_scale.to(dtype).float().clamp_min_(TINY)
-    new_zero = new_zero.to(ZERO_POINT_DTYPE).float()
-    # ŵ moves by scale' · (code − zero') − scale · (code − zero), and the loss by move^T (H move − 2 F)
-    move = codes * (new_scale - scale) - (new_scale * new_zero - scale * zero_point)
-    force = own @ move
-    better = _dot(move, force - 2 * gradient) < 0  # false where anything is not finite
-    rounded.scale[group] = torch.where(better, new_scale, scale)
-    rounded.zero_point[group] = torch.where(better, new_zero, zero_point)
-    rounded.errors[part] -= torch.where(better, move, 0)
-    gradient -= torch.where(better, force, 0)
+    new_zero = ((scale * zero_point - offset) / new_scale).to(ZERO_POINT_DTYPE).float()
+    # ŵ moves by scale' · (code − zero') − scale · (code − zero) = slope · code + offset
+    slope, offset = new_scale - scale, scale * zero_point - new_scale * new_zero
+    gain = slope * (slope * code_code + 2 * offset * code_one - 2 * code_force)
+    gain += offset * (offset * one_one - 2 * one_force)
+    better = gain < 0  # false where anything is not finite
+    slope, offset = torch.where(better, slope, 0), torch.where(better, offset, 0)
+    scale.copy_(torch.where(better, new_scale, scale))
+    zero_point.copy_(torch.where(better, new_zero, zero_point))
+    errors.addcmul_(codes, slope, value=-1).sub_(offset)
+    gradient.addcmul_(spread, slope, value=-1).addcmul_(one_rows, offset, value=-1)
 
 
 def _round_again(
-    rounded: Rounded,
-    group: int,
-    part: slice,
-    own: torch.Tensor,
-    gradient: torch.Tensor,
-    inverse: list[float],
-    grid: Grid,
+    piece: Columns, group: int, part: slice, own: list[torch.Tensor], gradient: torch.Tensor, grid: Grid
 ) -> None:
-    scale = rounded.scale[group]
+    used = slice(0, piece.experts)
+    scale = piece.scale[group, used]
     steps = scale.reciprocal()
-    codes = rounded.codes[part]
-    fresh, change = torch.empty_like(codes), torch.empty_like(codes)  # change of the errors
+    codes = piece.codes[part, used]
+    fresh = codes.clone()
+    change = torch.empty(len(codes), *piece.errors.shape[1:])[:, used]  # of the errors
     old, new, changes, force = codes.unbind(), fresh.unbind(), change.unbind(), gradient.unbind()
     for low in range(0, len(codes), INNER):
         high = min(low + INNER, len(codes))
-        if low:
-            gradient[low:high].addmm_(own[low:high, :low], change[:low])
-        inner = own[low:high, low:high].contiguous().unbind()
+        for place, matrix in enumerate(own):
+            if low:
+                gradient[low:high, place].addmm_(matrix[low:high, :low], change[:low, place])
+        # [column, later column, experts, 1]
+        inner = torch.stack([matrix[low:high, low:high].T for matrix in own], dim=-1).unsqueeze(-1).unbind()
         for column in range(low, high):
-            if column > low:
-                force[column].addmv_(change[low:column].T, inner[column - low][: column - low])
-            # (ŵ_k + F_k / H_kk) / scale + zero_point = code + F_k / (H_kk · scale)
-            torch.addcmul(old[column], force[column], steps, value=inverse[column], out=new[column])
-            new[column].round_().clamp_(0, grid.top)
+            # (ŵ_k + F_k / H_kk) / scale + zero_point = code + F_k / H_kk / scale
+            torch.addcmul(old[column], force[column], steps, out=new[column]).round_().clamp_(0, grid.top)
             torch.sub(old[column], new[column], out=changes[column]).mul_(scale)
-    rounded.codes[part] = fresh
-    rounded.errors[part] += change
+            if column + 1 < high:
+                gradient[column + 1 : high].addcmul_(inner[column - low][column + 1 - low :], changes[column])
+    codes.copy_(fresh)
+    piece.errors[part, used] += change
 
 
 def _dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[out] inner products of the columns of two [g, out]."""
+    """[experts, out] inner products of the columns of two [g, experts, out]."""
     return (left * right).sum(dim=0)

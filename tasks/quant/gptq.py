@@ -12,26 +12,31 @@ and nothing is inverted. What differs from the paper:
 
 - groups are static: scales and zero points are fixed before, by `clip_search` with the squared errors weighted
   by sqrt(H_kk · D_k), between a weight's own importance and what remains of it after feedback;
-- columns go in the order of falling H_kk (act-order), whatever their group, so no `g_idx` is stored;
+- columns go in the order of falling H_kk of the pool (act-order), whatever their group, so no `g_idx` is stored, and
+  experts go side by side: [in, experts, out], where a column of all experts is one vector;
 - an expert's Hessian is shrunk to its layer's pooled one (`tasks.quant.hessian`);
 - sweeps of coordinate descent follow (`tasks.quant.descent`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from tasks.contracts import InputError
 from tasks.quant.clip_search import search_range
-from tasks.quant.descent import Rounded, sweep
+from tasks.quant.descent import Columns, sweep
 from tasks.quant.grid import ZERO_POINT_DTYPE, Grid, QuantizedMatrix, check_finite, check_range, scale_dtype
 from tasks.quant.hessian import Hessians
 from tasks.quant.threads import side_by_side
 
 BLOCK, INNER = 128, 16  # columns between two products with all earlier errors, and with the block's own
 SEARCH_VALUES = 2**16  # weights whose scales are searched at once
+REFITS = {True: 1, False: 3}  # of a static grid, symmetric or not: sweeps fit the scale again, to the Hessian
+SIDE_BY_SIDE = 2048  # outputs of all experts of a piece of work, so that a column fits the fastest cache
+ALIGNMENT = 64  # outputs of an expert are padded to a multiple, so that all experts are computed alike
 _LEAST_DAMPING, _MOST_DAMPING = 1e-4, 1e5  # of what is tried when factoring fails
 
 
@@ -47,7 +52,7 @@ class Gptq:
 def quantize_gptq(
     weights: torch.Tensor, grid: Grid, name: str, hessians: Hessians, settings: Gptq
 ) -> QuantizedMatrix:
-    """Quantize [E, out, in] weights for the inputs that `hessians` saw, about 5 million a second on one core.
+    """Quantize [E, out, in] weights for the inputs that `hessians` saw, 4 to 8 million a second on one core.
 
     The result's `damping` [E] is larger than the settings' where a Hessian was not positive definite with
     those. Raises InputError for shapes that do not fit and for weights, scales and Hessians that are not
@@ -64,37 +69,52 @@ def quantize_gptq(
     scales = torch.empty(experts, rows, count, dtype=scale_dtype(weights.dtype))
     zeros = torch.empty(experts, rows, count, dtype=ZERO_POINT_DTYPE)
     damping = torch.empty(experts)
-    hessians.pooled()  # once, before the threads need it
+    order = torch.argsort(hessians.pooled().diagonal(), stable=True)
+    padded = -(-rows // ALIGNMENT) * ALIGNMENT
+    places = max(1, min(16, SIDE_BY_SIDE // padded))
+    # an expert's place and neighbours never show in its result, so the number of threads may decide here
+    step = min(places, -(-experts // torch.get_num_threads()))
 
     @torch.inference_mode()
-    def one(expert: int) -> None:
-        matrix = weights[expert].float()
-        check_finite(matrix, name)
-        hessian = hessians.shrunk(slice(expert, expert + 1), settings.shrinkage)[0]
-        if not torch.isfinite(hessian).all():
-            raise InputError(f"{name}: the Hessian of expert {expert} holds NaN or infinite values")
-        order, factor, damping[expert] = factor_damped(hessian, settings.damping, f"{name}, expert {expert}")
-        scale, zero_point = _static_grids(matrix, hessian, order, factor, grid, scales.dtype)
-        check_range(scale, zero_point, name)
-        rounded = feed_back(matrix.T.contiguous(), order, factor, scale, zero_point, grid)
+    def quantize_part(start: int) -> None:
+        part = range(start, min(start + step, experts))
+        piece = Columns.empty(width, count, places, padded, len(part), grid)
+        factors, damped = [], []
+        for place, expert in enumerate(part):
+            matrix = weights[expert].float()
+            check_finite(matrix, name)
+            hessian = hessians.shrunk(slice(expert, expert + 1), settings.shrinkage)[0]
+            if not math.isfinite(float(hessian.sum())):
+                raise InputError(f"{name}: the Hessian of expert {expert} holds NaN or infinite values")
+            factor, damping[expert] = factor_damped(
+                hessian, order, settings.damping, f"{name}, expert {expert}"
+            )
+            scale, zero_point = _static_grids(matrix, hessian, order, factor, grid, scales.dtype)
+            check_range(scale, zero_point, name)
+            piece.scale[:, place, :rows], piece.zero_point[:, place, :rows] = scale.T, zero_point.T
+            piece.errors[:, place, :rows] = matrix.T  # before anything is rounded
+            factors.append(factor)
+            damped.append(hessian)
+        feed_back(piece, order, factors, grid)
         for _ in range(settings.sweeps):
-            sweep(rounded, hessian, grid, scales.dtype)
-        codes[expert] = rounded.codes.T
-        scales[expert], zeros[expert] = rounded.scale.T, rounded.zero_point.T
+            sweep(piece, damped, grid, scales.dtype)
+        for place, expert in enumerate(part):
+            codes[expert] = piece.codes[:, place, :rows].T
+            scales[expert] = piece.scale[:, place, :rows].T
+            zeros[expert] = piece.zero_point[:, place, :rows].T
 
-    side_by_side(one, range(experts))
+    side_by_side(quantize_part, range(0, experts, step))
     return QuantizedMatrix(grid, codes, scales, None if grid.symmetric else zeros, damping)
 
 
 def factor_damped(
-    hessian: torch.Tensor, damping: float, name: str
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Damp `hessian` [in, in] in place and factor it in order of quantization, last column first.
+    hessian: torch.Tensor, order: torch.Tensor, damping: float, name: str
+) -> tuple[torch.Tensor, float]:
+    """Damp `hessian` [in, in] in place and factor it; columns are quantized from the last of `order` to the first.
 
-    Returns the order [in] (ascending H_kk), the lower Cholesky factor [in, in] of the Hessian in that order,
-    and the damping that it took: ten times as much after every failure. A Hessian of zeros becomes the identity's
-    multiple. A channel without inputs is damped
-    too, and so rounds to nearest.
+    Returns the lower Cholesky factor [in, in] of the Hessian in that order, and the damping that it took: ten
+    times as much after every failure. A channel without inputs is damped too, and so rounds to nearest. A
+    Hessian of zeros becomes the identity's multiple.
     """
     diagonal = hessian.diagonal()
     mean = float(diagonal.mean())
@@ -103,10 +123,9 @@ def factor_damped(
     while damping <= _MOST_DAMPING:
         diagonal += (damping - added) * unit
         added = damping
-        order = torch.argsort(diagonal, stable=True)
         factor, failed = torch.linalg.cholesky_ex(hessian.index_select(0, order).index_select(1, order))
         if not failed:
-            return order, factor, damping
+            return factor, damping
         damping = max(10 * damping, _LEAST_DAMPING)
     raise InputError(
         f"{name}: the Hessian is not positive definite with {_MOST_DAMPING:g} times its mean on the diagonal"
@@ -121,7 +140,7 @@ def _static_grids(
     grid: Grid,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero_point [G, out] of a matrix [out, in]."""
+    """Scale and zero_point [out, G] of a matrix [out, in]."""
     rows, width = matrix.shape
     count = grid.groups(width)
     pivots = torch.empty(width)
@@ -130,48 +149,51 @@ def _static_grids(
     groups = matrix.reshape(rows, count, -1)
     step = max(1, SEARCH_VALUES // width)
     found = [
-        search_range(groups[start : start + step], grid, dtype, importance) for start in range(0, rows, step)
+        search_range(groups[start : start + step], grid, dtype, importance, REFITS[grid.symmetric])
+        for start in range(0, rows, step)
     ]
-    scale, zero_point = (
-        torch.cat(parts).view(rows, count).T.contiguous() for parts in zip(*found, strict=True)
-    )
+    scale, zero_point = (torch.cat(parts).view(rows, count) for parts in zip(*found, strict=True))
     return scale, zero_point
 
 
-def feed_back(
-    columns: torch.Tensor,
-    order: torch.Tensor,
-    factor: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor,
-    grid: Grid,
-) -> Rounded:
-    """Round the columns [in, out] of a matrix from the last of `order` to the first, each with the errors of
-    those before it fed back."""
-    width, top = len(columns), grid.top
-    group_of = torch.div(order, width // len(scale), rounding_mode="floor")
-    left = columns.index_select(0, order)  # [in, out] w, in order; then w + feedback
-    shifted = left + (scale * zero_point).index_select(0, group_of)
-    errors, codes = torch.empty_like(left), torch.empty_like(left)
-    feedback = factor / factor.diagonal()  # column k: U of column k, below the diagonal
+def feed_back(piece: Columns, order: torch.Tensor, factors: list[torch.Tensor], grid: Grid) -> None:
+    """Round the columns from the last of `order` to the first, each with the errors of those before it fed back.
+
+    `piece.errors` holds the weights before and the errors after; `piece.codes` is filled.
+    """
+    width, top, experts = len(order), grid.top, len(factors)
+    group_of = torch.div(order, width // len(piece.scale), rounding_mode="floor")
+    # column k: U of column k, below the diagonal; factors are not needed again
+    units = [factor.div_(factor.diagonal().clone()) for factor in factors]
+    left, errors, codes = piece.blank(), piece.blank(), piece.blank()  # in order; left: w + feedback so far
+    torch.index_select(piece.errors, 0, order, out=left)
+    shifted = (piece.scale * piece.zero_point).index_select(0, group_of).add_(left)
+    left, errors, codes, shifted = (whole[:, :experts] for whole in (left, errors, codes, shifted))
+    scale, zero_point = piece.scale[:, :experts], piece.zero_point[:, :experts]
     scales, zeros, steps = scale.unbind(), zero_point.unbind(), scale.reciprocal().unbind()
     lefts, shifts, error, code = left.unbind(), shifted.unbind(), errors.unbind(), codes.unbind()
     groups = group_of.tolist()
     for stop in range(width, 0, -BLOCK):
         start = max(0, stop - BLOCK)
-        if stop < width:
-            left[start:stop].addmm_(feedback[stop:, start:stop].T, errors[stop:])
         for high in range(stop, start, -INNER):
             low = max(start, high - INNER)
-            if high < stop:
-                left[low:high].addmm_(feedback[high:stop, low:high].T, errors[high:stop])
-            inner = feedback[low:high, low:high].T.contiguous().unbind()
+            # the errors behind, of all blocks for a new block, then of the block's own
+            behind, until = (stop, width) if high == stop else (high, stop)
+            first = start if high == stop else low
+            for place, unit in enumerate(units):
+                if behind < until:
+                    left[first:high, place].addmm_(
+                        unit[behind:until, first:high].T, errors[behind:until, place]
+                    )
+            # [column, earlier column, experts, 1]
+            inner = torch.stack([unit[low:high, low:high] for unit in units], dim=-1).unsqueeze(-1).unbind()
             for column in range(high - 1, low - 1, -1):
-                target, group = lefts[column], groups[column]
-                if column + 1 < high:
-                    target.addmv_(errors[column + 1 : high].T, inner[column - low][column + 1 - low :])
-                torch.addcmul(zeros[group], target, steps[group], out=code[column]).round_().clamp_(0, top)
+                group = groups[column]
+                torch.addcmul(zeros[group], lefts[column], steps[group], out=code[column])
+                code[column].round_().clamp_(0, top)
                 # e = w − (code − zero_point) · scale
                 torch.addcmul(shifts[column], code[column], scales[group], value=-1, out=error[column])
-    unordered = torch.empty_like(errors).index_copy_(0, order, errors)
-    return Rounded(torch.empty_like(codes).index_copy_(0, order, codes), unordered, scale, zero_point)
+                if column > low:
+                    left[low:column].addcmul_(inner[column - low][: column - low], error[column])
+    piece.errors[:, :experts].index_copy_(0, order, errors)
+    piece.codes[:, :experts].index_copy_(0, order, codes)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tasks.contracts import InputError
 from tasks.quant.clip_search import quantize_clip_search
+from tasks.quant.descent import Columns
 from tasks.quant.gptq import Gptq, factor_damped, feed_back, quantize_gptq
 from tasks.quant.grid import Grid, QuantizedMatrix
 from tasks.quant.hessian import Hessians
@@ -53,17 +54,20 @@ def test_feedback_by_hand() -> None:
     # Row 1: 1.6 -> 2, e = −0.4; −0.9 − 0.4 = −1.3 -> −1, e = 0.1; 0.2 -> 0; 1.4 -> 1.
     hessian = torch.diag(torch.tensor([4.0, 2.0, 1.0, 0.5]))
     hessian[0, 1] = hessian[1, 0] = 2.0
-    order, factor, damping = factor_damped(hessian, 0.0, "matrix")
-    assert order.tolist() == [3, 2, 1, 0] and damping == 0
+    order = torch.tensor([3, 2, 1, 0])
+    factor, damping = factor_damped(hessian, order, 0.0, "matrix")
+    assert damping == 0
     assert (factor / factor.diagonal())[3, 2] == 1.0  # U_01, last column first
     assert factor.diagonal().square().tolist() == pytest.approx([0.5, 1.0, 2.0, 2.0])
     weights = torch.tensor([[0.4, 0.3, 1.2, -0.6], [1.6, -0.9, 0.2, 1.4]])
-    found = feed_back(
-        weights.T.contiguous(), order, factor, torch.ones(1, 2), torch.ones(1, 2), Grid(2, 4, symmetric=False)
-    )
-    assert found.codes.T.tolist() == [[1, 2, 2, 0], [3, 0, 1, 2]]
-    assert found.errors.T[0].tolist() == pytest.approx([0.4, -0.7, 0.2, 0.4])
-    assert found.errors.T[1].tolist() == pytest.approx([-0.4, 0.1, 0.2, 0.4])
+    grid = Grid(2, 4, symmetric=False)
+    piece = Columns.empty(4, 1, 1, 2, 1, grid)
+    piece.zero_point.fill_(1)
+    piece.errors[:, 0] = weights.T
+    feed_back(piece, order, [factor], grid)
+    assert piece.codes[:, 0].T.tolist() == [[1, 2, 2, 0], [3, 0, 1, 2]]
+    assert piece.errors[:, 0, 0].tolist() == pytest.approx([0.4, -0.7, 0.2, 0.4])
+    assert piece.errors[:, 0, 1].tolist() == pytest.approx([-0.4, 0.1, 0.2, 0.4])
 
 
 def test_blocks_equal_one_column_at_a_time() -> None:
@@ -71,10 +75,14 @@ def test_blocks_equal_one_column_at_a_time() -> None:
     hessians, _ = calibrated([400], 150)
     hessian = hessians.shrunk(slice(0, 1), 0.0)[0]
     weights, grid = stack(1, 3, 150)[0], Grid(3, 15, symmetric=False)
-    order, factor, _ = factor_damped(hessian, 0.01, "matrix")
-    scale, zero_point = torch.full((10, 3), 0.015), torch.full((10, 3), 3.5)
-    found = feed_back(weights.T.contiguous(), order, factor, scale, zero_point, grid)
+    order = torch.argsort(hessian.diagonal())
+    factor, _ = factor_damped(hessian, order, 0.01, "matrix")
     unit = (factor / factor.diagonal()).double()
+    piece = Columns.empty(150, 10, 2, 3, 1, grid)  # a place for another expert stays empty
+    piece.scale.fill_(0.015)
+    piece.zero_point.fill_(3.5)
+    piece.errors[:, 0] = weights.T
+    feed_back(piece, order, [factor], grid)
     errors = torch.zeros(150, 3, dtype=torch.float64)
     for place in range(149, -1, -1):
         column = int(order[place])
@@ -82,20 +90,27 @@ def test_blocks_equal_one_column_at_a_time() -> None:
         code = ((weights[:, column] + feedback) / 0.015 + 3.5).round().clamp(0, 7)
         errors[column] = weights[:, column] - (code - 3.5) * 0.015
     # a tie may fall either way in float32, and then feeds back
-    assert (found.errors - errors).abs().mean() < 1e-4
+    assert (piece.errors[:, 0] - errors).abs().mean() < 1e-4
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_identity_hessian_rounds_to_nearest(bits: int, symmetric: bool) -> None:
-    """Nothing to feed back: the searched grids' own rounding, and clip_search's."""
+    """Nothing to feed back: every weight goes to the nearest value of its searched grid, and on an asymmetric one
+    that is what clip_search does."""
     weights, grid = stack(2, 16, 64), Grid(bits, 16, symmetric)
     hessians = Hessians(torch.tensor([5, 5]), torch.eye(64).expand(2, 64, 64) * 5)
-    found, plain = quantize_gptq(weights, grid, "m", hessians, PLAIN), quantize_clip_search(weights, grid)
-    assert torch.equal(found.scale, plain.scale)
-    # the feedback subtracts in another order: a code may differ on a tie only
-    assert (found.codes != plain.codes).float().mean() < 0.002
-    assert (found.codes.int() - plain.codes.int()).abs().max() <= 1
+    found = quantize_gptq(weights, grid, "m", hessians, PLAIN)
+    scale = found.scale.float().unsqueeze(-1)
+    zero_point = grid.middle if found.zero_point is None else found.zero_point.float().unsqueeze(-1)
+    steps = weights.view(2, 16, 4, 16) / scale + zero_point
+    # half a code, but for float32's rounding of differences
+    codes = found.codes.float().view(2, 16, 4, 16)
+    assert ((codes - steps.clamp(0, grid.top)).abs() <= 0.5 + 1e-3).all()
+    if not symmetric:
+        plain = quantize_clip_search(weights, grid)
+        assert plain.zero_point is not None and found.zero_point is not None
+        assert torch.equal(found.scale, plain.scale) and torch.equal(found.zero_point, plain.zero_point)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
