@@ -10,9 +10,10 @@ Calibration and held-out tokens are different tokens; each expert's inputs are t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -33,7 +34,7 @@ class Shape:
     held_out_tokens: int
 
 
-QUALITY = Shape(8, 2, 1024, 384, 8192, 4096)  # Qwen3-30B-A3B's ratio of width to hidden, halved
+QUALITY = Shape(6, 2, 1024, 384, 8192, 4096)  # Qwen3-30B-A3B's ratio of width to hidden, halved
 SPEED = Shape(4, 1, 2048, 768, 4096, 1024)  # its own matrices, four experts of them
 QUICK = Shape(4, 2, 128, 64, 1024, 512)
 
@@ -184,19 +185,22 @@ def embedded(
 
     model, tokenizer = load_model(folder), load_tokenizer(folder)
     found = [moe_layers(model)[place] for place in layers]
+    decoder: Any = model.base_model
+    decoder.layers = decoder.layers[: max(layer.layer for layer in found) + 1]  # run no further
+
+    def keep(states: list[torch.Tensor]) -> Callable[[Any, Any], None]:
+        return lambda module, inputs: states.append(inputs[0][0].clone())
 
     def hidden(role: str, wanted: int) -> list[torch.Tensor]:
         """What each layer's experts and router read, [T, H]."""
         seen: list[list[torch.Tensor]] = [[] for _ in found]
         hooks = [
-            model.get_submodule(layer.name).register_forward_pre_hook(
-                lambda _, inputs, states=states: states.append(inputs[0][0].clone())
-            )
+            model.get_submodule(layer.name).register_forward_pre_hook(keep(states))
             for layer, states in zip(found, seen, strict=True)
         ]
         with torch.inference_mode():
             for ids in _token_ids(packaged.texts(role), tokenizer, wanted):
-                model.base_model(input_ids=torch.tensor([ids]), use_cache=False)
+                decoder(input_ids=torch.tensor([ids]), use_cache=False)
         for hook in hooks:
             hook.remove()
         return [torch.cat(states).clone() for states in seen]
@@ -219,11 +223,11 @@ def embedded(
     return problems
 
 
-def _token_ids(texts: Iterable[tuple[str, str]], tokenizer: object, wanted: int) -> Iterator[list[int]]:
+def _token_ids(texts: Iterable[tuple[str, str]], tokenizer: Any, wanted: int) -> Iterator[list[int]]:
     for _, text in texts:
         if wanted <= 0:
             return
-        ids = tokenizer(text)["input_ids"][: min(TEXT_TOKENS, wanted)]  # pyright: ignore[reportCallIssue]
+        ids = tokenizer(text)["input_ids"][: min(TEXT_TOKENS, wanted)]
         if len(ids) > 1:
             wanted -= len(ids)
             yield ids

@@ -1,6 +1,6 @@
 """The quantizers against llmcompressor, gptqmodel and hqq: held-out output error, weight error, speed on one thread.
 
-    python -m benchmarks.quantizers                 # from the project's root; 10 to 12 minutes, of one core
+    python -m benchmarks.quantizers                 # from the project's root; about 10 minutes on two cores
     python -m benchmarks.quantizers --peers none    # ours alone, no other environment needed
 
 Out: benchmarks/quantizers.md. Printed: every claim with its ratio, PASS or FAIL; the exit status is 0 either way.
@@ -16,7 +16,8 @@ of its own, which git ignores; made once, from the project's root:
 torch's default build brings CUDA; its CPU build serves as well and is what was measured. Every library runs in a
 process of its own (benchmarks/peers/), on one thread, on the same files: the same bfloat16 weights, the same
 calibration statistics (of an expert's own tokens or of all tokens, whichever suits a peer) and the same held-out
-tokens. All take turns in one run, so that a busy neighbour slows all alike. Results of all are rounded to bfloat16.
+tokens. Errors are measured side by side; for the speed they take turns, alone, so that a busy neighbour slows all
+alike. Results of all are rounded to bfloat16.
 
 Ours runs at its default settings. A peer runs at its default ones and at its best ones, found by coordinate search
 along `axes` for every width and data set on the held-out error itself, which favours the peers.
@@ -31,6 +32,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -42,7 +44,7 @@ import typer
 
 from benchmarks.peers.process import ROOT, Peer, write_problem
 from benchmarks.quantizer_data import QUALITY, QUICK, REFERENCE, SPEED, Problem, embedded, synthetic
-from benchmarks.quantizer_report import OURS, Row, claims, output_error, report, weight_error
+from benchmarks.quantizer_report import OURS, Row, claims, output_energy, output_error, report, weight_error
 from tasks.console import run_step, timed
 from tasks.contracts import InputError, replacing_file
 
@@ -50,7 +52,7 @@ VERSION = 1
 OUTPUT = Path("benchmarks/quantizers.md")
 GROUP_SIZE = 64
 WIDTHS = (2, 3, 4, 8)
-SPEED_WIDTHS = (2, 3)
+SPEED_WIDTHS = (3,)
 REPEATS = 3
 EMBEDDED_LAYERS = (2, 7)  # by their place among the MoE layers
 EMBEDDED_TOKENS = (4096, 2048)  # calibration, held-out
@@ -80,7 +82,6 @@ PEERS: dict[str, Tool] = {
         (
             ({"observer": "memoryless_mse"},
              {"observer": "imatrix_mse"},
-             {"observer": "imatrix_mse", "observer_kwargs": {"norm": 2.4}},
              {"observer": "imatrix_mse", "observer_kwargs": {"norm": 2.0}}),
             ({"hessians": "own"},),
             ({"damping": 0.1},),
@@ -91,10 +92,10 @@ PEERS: dict[str, Tool] = {
         "gptqmodel_gptq", ".venv-gptqmodel", "gptq",
         {"hessians": "own", "block_size": 128, "fallback": True},
         (
-            ({"mse": 2.0}, {"mse": 2.4}),
             ({"desc_act": True}, {"desc_act": True, "static_groups": True}),
-            ({"damp_percent": 0.01}, {"damp_percent": 0.1}),
-            ({"hessians": "everyone"}, {"fallback": False}),
+            ({"damp_percent": 0.01},),
+            ({"hessians": "everyone"},),
+            ({"mse": 2.4},),  # ten times as slow: last, so that it runs once
         ),
     ),
     "hqq": Tool("hqq_library", ".venv-peers", "hqq", forms=(False,)),
@@ -128,6 +129,16 @@ class Bench:
         self.libraries = libraries
         self._folder = folder
         self._measured: dict[str, Row] = {}
+        self._energies: dict[str, float] = {}
+
+    def add(self, problems: Sequence[Problem]) -> None:
+        """Write the problems of a data set, before the first of them is run."""
+        for problem in problems:
+            write_problem(problem, self._path(problem))
+            self._energies[problem.name] = output_energy(problem.weights, problem.held_out)
+
+    def _path(self, problem: Problem) -> Path:
+        return self._folder / f"{problem.name.replace(' ', '-')}.safetensors"
 
     def run(
         self,
@@ -141,11 +152,10 @@ class Bench:
         """One setting on every problem of a data set, timed."""
         outputs, weights, cpu, wall = [], [], 0.0, 0.0
         for problem in problems:
-            path = self._folder / f"{problem.name.replace(' ', '-')}.safetensors"
-            if not path.exists():
-                write_problem(problem, path)
+            path = self._path(problem)
             found = self.libraries[tool].quantize(path, method, bits, GROUP_SIZE, symmetric, options)
-            outputs.append(output_error(problem.weights, found.weights, problem.held_out))
+            energy = self._energies[problem.name]
+            outputs.append(output_error(problem.weights, found.weights, problem.held_out, energy))
             weights.append(weight_error(problem.weights, found.weights))
             cpu, wall = cpu + found.cpu_s, wall + found.wall_s
         parameters = sum(problem.weights.numel() for problem in problems)
@@ -188,32 +198,46 @@ class Bench:
 
 
 def quality(bench: Bench, problems: Sequence[Problem], widths: Sequence[int], quick: bool) -> list[Row]:
-    """Every library's errors on one data set. The symmetric form is searched first, along all axes; the asymmetric
-    search starts from its end and walks the first axis alone, and so does W8, where little can be won."""
-    rows = []
-    ends: dict[tuple[str, int], Options] = {}
-    for symmetric, bits in product((True, False), widths):
-        for method in OUR_METHODS:
-            row = bench.once(problems, OURS, method, bits, symmetric, {})
-            rows.append(replace(row, setting=method))
-        for name in [name for name in PEERS if name in bench.libraries]:
-            tool = PEERS[name]
-            if symmetric not in tool.forms:
-                continue
+    """Every library's errors on one data set, side by side, since nothing here is timed. Peers are tuned on the
+    symmetric form (at W8, where there is little to win, along the first axis alone); their asymmetric form takes the
+    options over."""
+    bench.add(problems)
+
+    def ours() -> list[Row]:
+        return [
+            replace(bench.once(problems, OURS, method, bits, symmetric, {}), setting=method)
+            for symmetric, bits, method in product((True, False), widths, OUR_METHODS)
+        ]
+
+    def peer(name: str) -> list[Row]:
+        tool, rows = PEERS[name], []
+        ends: dict[int, Options] = {}
+        for symmetric, bits in product(tool.forms, widths):
             row = bench.once(problems, name, tool.method, bits, symmetric, tool.default)
             rows.append(replace(row, setting="default"))
             if tool.axes:
-                start = ends.get((name, bits), tool.default)
-                axes = tool.axes[:1] if quick or bits == 8 or not symmetric else tool.axes
-                row, end = bench.tuned(problems, name, bits, symmetric, start, axes)
-                ends[name, bits] = end
-                changed = {key: value for key, value in end.items() if value != tool.default.get(key)}
+                axes = tool.axes[:1] if quick or bits == 8 else tool.axes
+                start = ends.get(bits, tool.default)
+                row, ends[bits] = bench.tuned(
+                    problems, name, bits, symmetric, start, axes if symmetric else ()
+                )
+                changed = {key: value for key, value in ends[bits].items() if value != tool.default.get(key)}
                 rows.append(replace(row, setting="tuned", options=json.dumps(changed)))
-    return rows
+        return rows
+
+    def all_of(name: str) -> list[Row]:
+        with timed(f"errors, {problems[0].data}, {name}"):
+            return ours() if name == OURS else peer(name)
+
+    with ThreadPoolExecutor(len(bench.libraries)) as pool:
+        rows = [row for found in pool.map(all_of, bench.libraries) for row in found]
+    places = {pair: place for place, pair in enumerate(product((True, False), widths))}
+    return sorted(rows, key=lambda row: places[row.symmetric, row.num_bits])
 
 
 def speed(bench: Bench, problems: Sequence[Problem], repeats: int) -> list[Row]:
     """The speed runs, taking turns; of each the repeat of the least CPU time."""
+    bench.add(problems)
     least: dict[tuple[int, int], Row] = {}
     for _, bits, place in product(range(repeats), SPEED_WIDTHS, range(len(SPEED_RUNS))):
         tool, method, setting, symmetric, options = SPEED_RUNS[place]
@@ -269,8 +293,7 @@ def main(
                 sets.append(embedded(REFERENCE, EMBEDDED_LAYERS, *EMBEDDED_TOKENS))
         rows: list[Row] = []
         for problems in sets:
-            with timed(f"errors, {problems[0].data}"):
-                rows += quality(bench, problems, WIDTHS[:2] if quick else WIDTHS, quick)
+            rows += quality(bench, problems, WIDTHS[:2] if quick else WIDTHS, quick)
         with timed("speed"):
             timings = speed(
                 bench, synthetic("speed", QUICK if quick else SPEED, seed=1), 1 if quick else REPEATS
