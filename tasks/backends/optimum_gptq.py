@@ -17,6 +17,7 @@ random experts and a line in its log.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -173,13 +174,15 @@ def load(folder: str | Path) -> Any:
     with plain_kernels():
         if not count_kinds(names)["experts"]:
             options = read_json(folder / "config.json")["quantization_config"]
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype="auto",
-                quantization_config=GPTQConfig(bits=options["bits"], backend=KERNEL),
-                local_files_only=True,
-                output_loading_info=True,
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "You passed `quantization_config`")  # for the kernel alone
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    dtype="auto",
+                    quantization_config=GPTQConfig(bits=options["bits"], backend=KERNEL),
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
             model, info = loaded
             check_keys(folder, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
             return model.eval()
