@@ -1,13 +1,12 @@
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import typer
 from rich.console import Console
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from tasks import audit_checkpoint
 from tasks.audit_checkpoint import layer_ranges, next_step, report, run
@@ -15,7 +14,6 @@ from tasks.contracts import read_json
 from tasks.moe.audit import Audit
 from tests import stored_checkpoints as made
 
-ROOT = Path(__file__).parents[2]
 EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 ATTENTION = r"self_attn\.[qkvo]_proj$"
 
@@ -176,9 +174,8 @@ def test_what_cannot_be_read(
 
 
 def test_as_a_command(reference: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tasks.audit_checkpoint", str(reference), "--expect", "all"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "84 of 84 matrices" in done.stdout
+    app = typer.Typer()
+    app.command()(audit_checkpoint.main)
+    done = CliRunner().invoke(app, [str(reference), "--expect", "all"])
+    assert done.exit_code == 1 and "84 of 84 matrices" in done.stdout
+    assert CliRunner().invoke(app, [str(reference), "--expect", "some"]).exit_code == 2

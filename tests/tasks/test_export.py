@@ -81,10 +81,11 @@ def test_plain_transformers_computes_the_same(
         tmp_path / "W", torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
     )
     assert float((logits(exported) - expected).abs().max()) == 0.0
-    if not exported.config.is_encoder_decoder:  # the configuration in config.json does as well
-        assert torch.equal(logits(plain(tmp_path / "W", torch.bfloat16)), expected)
-    original = logits(plain(reference, torch.bfloat16))
-    assert not torch.equal(expected, original) and torch.isfinite(expected).all()
+    if bits == 4:
+        if not exported.config.is_encoder_decoder:  # the configuration in config.json does as well
+            assert torch.equal(logits(plain(tmp_path / "W", torch.bfloat16)), expected)
+        original = logits(plain(reference, torch.bfloat16))
+        assert not torch.equal(expected, original) and torch.isfinite(expected).all()
     ours = load_model(tmp_path / "W", torch.bfloat16)
     ours.set_experts_implementation(exported.config._experts_implementation)
     assert float((logits(ours) - expected).abs().max()) == 0.0
