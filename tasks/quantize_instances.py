@@ -36,7 +36,7 @@ from tasks.quant.grid import Grid
 from tasks.quant.methods import NEEDS_HESSIANS
 from tasks.replication.calibration import read_calibration
 
-VERSION = 1
+VERSION = 2
 
 
 def run(
