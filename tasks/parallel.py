@@ -15,7 +15,7 @@ import signal
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
@@ -35,7 +35,9 @@ CONNECT_SECONDS = 30
 
 
 class Spread(Protocol):
-    def __call__(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]: ...
+    def __call__(
+        self, work: Callable[[Item], Result], items: Iterable[Item]
+    ) -> Generator[Result, None, None]: ...
 
 
 def pmap(
@@ -55,10 +57,14 @@ def pmap(
 def workers(runtime: Runtime) -> Iterator[Spread]:
     """Start the workers once, for several rounds of `pmap`: yields `spread(work, items)`."""
     if runtime.workers == 1:
-        yield map
+        yield _here
         return
     with _ENGINES[runtime.engine](runtime) as engine:
         yield partial(_in_order, engine, IN_FLIGHT * runtime.workers)
+
+
+def _here(work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
+    yield from map(work, items)
 
 
 class Engine(Protocol):
@@ -73,7 +79,7 @@ class Engine(Protocol):
 
 def _in_order(
     engine: Engine, limit: int, work: Callable[[Item], Result], items: Iterable[Item]
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     waiting: deque[Any] = deque()
 
     def oldest() -> Result:
@@ -114,7 +120,7 @@ def _attempt(work: Callable[[Item], Result], item: Item) -> Result | InputError:
 
 
 class _Processes:
-    killed = (BrokenProcessPool,)
+    killed: tuple[type[BaseException], ...] = (BrokenProcessPool,)
 
     def __init__(self, executor: ProcessPoolExecutor) -> None:
         self._executor = executor

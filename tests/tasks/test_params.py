@@ -31,6 +31,10 @@ def test_the_default_is_valid():
         ("quantize_instances.bits", [2, 2], "bits has a width twice"),
         ("quantize_instances.group_size", "64", "got '64'"),
         ("runtime.threads", 0, "greater than 0, got 0"),
+        ("runtime.engine", "threads", "should be 'processes', 'dask' or 'ray', got 'threads'"),
+        ("runtime.address", "tcp://here:8786", "but engine 'processes' works on this machine alone"),
+        ("quantize_instances.method", "awq", "should be 'hqq', 'rtn', 'clip_search' or 'gptq', got 'awq'"),
+        ("quantize_instances.gptq.shrinkag", 1.0, "did you mean 'shrinkage'?"),
         (
             "calibrate_fwp.scorer",
             "W8",
@@ -50,6 +54,14 @@ def test_a_bad_value_is_named(values, path, value, message):
     with pytest.raises(ParamsError) as caught:
         check_params(values)
     assert message in str(caught.value)
+
+
+def test_an_address_is_for_more_than_one_worker(values):
+    values["runtime"] |= {"engine": "dask", "address": "tcp://here:8786"}
+    with pytest.raises(ParamsError, match=r"with workers 1 nothing leaves this process"):
+        check_params(values)
+    values["runtime"]["workers"] = 2
+    assert check_params(values).runtime.address == "tcp://here:8786"
 
 
 def test_every_error_is_reported_at_once(values):
