@@ -6,7 +6,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 
 from tasks.contracts import InputError, PrefillRouting, TokenScores, read_json
 from tasks.moe.checkpoint import load_model
@@ -240,17 +239,22 @@ def test_scores_of_other_requests_or_another_head_are_refused(world, tmp_path):
         world.score("W3", stranger)
 
 
-def test_a_loss_that_is_no_number_names_the_request(world, tmp_path):
-    # Token 17 gets a NaN embedding; only r3 holds it in its prompt.
+def test_a_loss_that_is_no_number_names_the_request(world, tmp_path, monkeypatch):
+    # Token 17's activations are no numbers, as after an overflow (weights that are none are refused at loading);
+    # only r3 holds it in its prompt.
     frame = write_requests(tmp_path / "requests.parquet")
     for column in ("prompt_ids", "response_ids"):
         frame[column] = [[18 if token == 17 else token for token in ids] for ids in frame[column]]
     frame.at[3, "prompt_ids"] = [17, *frame.at[3, "prompt_ids"][1:]]
     frame.to_parquet(tmp_path / "requests.parquet")
     broken = seeded_checkpoint(tmp_path / "broken")  # qwen3_moe: embedding and lm_head are not tied
-    weights = load_file(broken / "model.safetensors")
-    weights["model.embed_tokens.weight"][17] = np.nan
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+
+    def overflowing(*args, **options):
+        model = load_model(*args, **options)
+        model.get_input_embeddings().weight.data[17] = np.nan
+        return model
+
+    monkeypatch.setattr("tasks.score_requests.load_model", overflowing)
     with pytest.raises(InputError, match="loss of request 'r3' is not a finite number"):
         world.score("reference", broken, scores=tmp_path, requests=tmp_path / "requests.parquet")
     assert not (tmp_path / "reference").exists()
