@@ -145,12 +145,11 @@ def _processes(runtime: Runtime) -> Iterator[Engine]:
     try:
         yield _Processes(executor)
     except BaseException:  # an error, Ctrl-C, results that nobody wants any more
-        executor.shutdown(wait=False, cancel_futures=True)
         for child in set(multiprocessing.active_children()) - others:
             child.kill()
         raise
     finally:
-        executor.shutdown()
+        executor.shutdown(cancel_futures=True)
 
 
 def _follow_parent() -> None:
@@ -259,6 +258,10 @@ def _call(work: Callable[[Item], Result], item: Item) -> Result:
 @contextmanager
 def _ray(runtime: Runtime) -> Iterator[Engine]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if (
+        runtime.address is None
+    ):  # read when Ray is imported; on any system it makes the servers listen on loopback
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray = _installed("ray", "ray")
     if ray.is_initialized():  # the caller's own connection: it also ends it
         yield _Ray(ray)

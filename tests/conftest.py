@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: workers side by side, each on one thread
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -70,6 +72,18 @@ def test_an_input_error_arrives_as_it_was_raised(engine: tuple[str, Spread]) -> 
 
 def test_a_worker_has_one_thread(engine: tuple[str, Spread]) -> None:
     assert list(engine[1](parallel_work.threads, range(4))) == [1, 1, 1, 1]
+
+
+def test_no_one_else_can_reach_the_workers(engine: tuple[str, Spread]) -> None:
+    here = psutil.Process()
+    listening = [
+        connection.laddr.ip
+        for process in [here, *here.children(recursive=True)]
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert [ip for ip in listening if not re.fullmatch(r"(::ffff:)?127\.0\.0\.1|::1", ip)] == []
+    assert listening or engine[0] == "processes"
 
 
 @pytest.fixture(scope="module")
