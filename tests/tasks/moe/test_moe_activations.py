@@ -43,7 +43,9 @@ def test_sums_of_squares_equal_those_of_every_kept_input(model, sequences):
 
         return hook
 
-    handles = [layer.experts.module.register_forward_pre_hook(keep(place)) for place, layer in enumerate(layers)]
+    handles = [
+        layer.experts.module.register_forward_pre_hook(keep(place)) for place, layer in enumerate(layers)
+    ]
     for sequence in sequences:
         list(prefill(model, [sequence], 100, "kept"))
     for handle in handles:
