@@ -45,6 +45,11 @@ def forward_tokens(params: Params) -> dict[str, int]:
     tokens["score_reference"] = scored
     for bits in params.quantize_instances.bits:
         tokens[f"score_requests@{bits}"] = scored
+        if (
+            params.quantize_instances.method == "gptq"
+        ):  # twice through a layer where later ones see it quantized
+            passes = 2 if params.quantize_instances.gptq.inputs == "quantized" else 1
+            tokens[f"quantize_instances@{bits}"] = passes * requests.calibration_tokens
     throughput = params.measure_throughput
     passes = throughput.repeats + WARM_UP
     models = 1 + len(params.quantize_instances.bits)
@@ -264,8 +269,7 @@ def _moe_extra(config: Mapping[str, Any], hidden: int, width: int, experts: int)
 FORWARD_EFFICIENCY = 0.55
 START_SECONDS = 8.0  # interpreter, torch and transformers, reading a small checkpoint, DVC's hashing
 UPCYCLING_SECONDS_PER_TOKEN = 0.004  # partition, router and ridge refits, without the forwards
-HQQ_WEIGHTS_PER_SECOND = 8e6
-RTN_WEIGHTS_PER_SECOND = 1e8
+WEIGHTS_PER_SECOND = {"rtn": 1e8, "clip_search": 6e7, "hqq": 4e7, "gptq": 7e6}  # on two cores, rounded down
 FIXED_SECONDS = {"prepare_requests": 8.0, "calibrate_fwp": 9.0, "solve_routing": 5.0, "track_runs": 14.0}
 RESIDENT_BYTES = 3 * GIB  # measure_throughput keeps all models in memory up to here
 INTERPRETER_BYTES = 0.8e9  # torch, transformers and lm-eval loaded, no model
@@ -297,8 +301,7 @@ def stage_cost(name: str, params: Params, shape: ModelShape, gflops: float) -> S
         memory = 2 * model_bytes if params.prepare_reference.source == "smollm2-moe" else 0.0
         disk = shape.size_bytes(16)
     elif step == "quantize_instances":
-        rate = HQQ_WEIGHTS_PER_SECOND if params.quantize_instances.method == "hqq" else RTN_WEIGHTS_PER_SECOND
-        seconds += shape.expert_parameters / rate
+        seconds += shape.expert_parameters / WEIGHTS_PER_SECOND[params.quantize_instances.method]
         disk = shape.size_bytes(int(item), params.quantize_instances.group_size)
         memory = 16.0 * shape.expert_parameters / max(shape.moe_layers, 1)  # one layer's matrices, in float32
     elif step == "build_variants":

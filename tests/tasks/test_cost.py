@@ -32,6 +32,18 @@ def test_the_default_run_is_under_its_budget_of_forward_tokens(params):
     assert sum(forward_tokens(params).values()) < 190_000
 
 
+def test_gptq_walks_the_calibration_tokens_through_the_layers(params):
+    def quantized(inputs: str, method: str = "gptq") -> int | None:
+        gptq = params.quantize_instances.gptq.model_copy(update={"inputs": inputs})
+        section = params.quantize_instances.model_copy(update={"method": method, "gptq": gptq})
+        tokens = forward_tokens(params.model_copy(update={"quantize_instances": section}))
+        return tokens.get("quantize_instances@2")
+
+    # 4,096 calibration tokens; once more through each layer with its own quantized experts
+    assert (quantized("reference"), quantized("quantized")) == (4096, 8192)
+    assert quantized("quantized", "hqq") is None
+
+
 def test_forward_tokens_by_hand(params):
     tokens = forward_tokens(params)
     # 168 requests of at most 160 tokens; 100 questions of at most 76 on average, and 4,000 of held-out text
