@@ -18,11 +18,24 @@ Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Entered = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden [T, H], index [T, k], weight [T, k]
 
 
-class Experts(Protocol):
+class RunnableExperts(Protocol):
+    """What it takes to compute with a layer's experts one by one."""
+
+    num_experts: int  # E
+
+    def inner(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What down_proj reads for the tokens `hidden` [n, H]: [n, width]."""
+        ...
+
+    def output(self, expert: int, inner: torch.Tensor) -> torch.Tensor:
+        """The expert's output from `inner` [n, width], before its routing weight: [n, H]."""
+        ...
+
+
+class Experts(RunnableExperts, Protocol):
     """The routed experts of one MoE layer."""
 
     module: Any  # the nn.Module that the MoE block calls
-    num_experts: int  # E
 
     def matrices(self) -> dict[str, torch.Tensor]:
         """name -> [E, out, in] views; writing to one writes to the model. Names: "gate_proj", "up_proj",
@@ -31,14 +44,6 @@ class Experts(Protocol):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The model's parameters that hold the matrices; biases are not among them."""
-        ...
-
-    def inner(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What down_proj reads for the tokens `hidden` [n, H]: [n, width]."""
-        ...
-
-    def output(self, expert: int, inner: torch.Tensor) -> torch.Tensor:
-        """The expert's output from `inner` [n, width], before its routing weight: [n, H]."""
         ...
 
     def copies(self, physical_to_logical: Sequence[int]) -> Experts:
@@ -81,7 +86,7 @@ def entered(args: tuple, options: dict[str, Any]) -> Entered:
 
 
 def run_experts(
-    experts: Experts,
+    experts: RunnableExperts,
     hidden: torch.Tensor,
     index: torch.Tensor,
     weight: torch.Tensor,

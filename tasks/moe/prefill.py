@@ -70,10 +70,12 @@ def prefill(
     label: str,
     record: bool = False,
     splits: Sequence[int] | None = None,
+    progress: bool = True,
 ) -> Iterator[PrefillBatch]:
     """Run every sequence of token ids once and yield the batches; with `record`, with their token routing.
 
     `splits`: for an encoder-decoder, the tokens of each sequence that the encoder reads, by default half.
+    `progress` False: the caller shows its own.
     Other models read them all; their attention is causal and padding stands after a row's tokens, so no real
     token sees it and no mask is passed. Raises InputError on an empty sequence, or half.
     """
@@ -85,7 +87,7 @@ def prefill(
     layers = moe_layers(model) if record else []
     batches = plan_batches(lengths, batch_tokens)
     with record_routing(model) if record else nullcontext() as recorder, torch.inference_mode():
-        for rows in track(batches, label, len(batches)):
+        for rows in track(batches, label, len(batches)) if progress else batches:
             width = lengths[rows[0]]
             ids = torch.zeros(len(rows), width, dtype=torch.int64)
             mask = torch.zeros(len(rows), width, dtype=torch.bool)

@@ -173,6 +173,41 @@ def lis_per_layer(metrics: Mapping[str, Any], path: Path) -> None:
         _save(figure, path)
 
 
+def damage_terms(terms: Mapping[str, pd.DataFrame], path: Path) -> None:
+    """One panel per instance: the terms that add up to its damage, means with what they differ by.
+
+    `terms`: instance -> one row a holdout request with "total" and the terms in nats per token, and
+    "sampling_error" (`tasks/risk/decomposition.py`). Points are requests, the diamond their mean with its
+    standard error twice; where pairs of blocks were sampled, the rest is drawn hollow.
+    """
+    names = {
+        "total": "total damage", "bias": "bias", "separable": "separable", "separability": "not separable",
+        "interaction": "interaction of pairs", "higher_order": "higher order", "route_change": "route change",
+    }  # fmt: skip
+    with rc_context(STYLE):
+        figure = Figure(figsize=(3.6 * max(len(terms), 2), 3.8), layout="constrained")
+        panels = figure.subplots(1, len(terms), sharey=True, squeeze=False)[0]
+        for axes, (instance, frame) in zip(panels, terms.items(), strict=True):
+            colour, _ = WIDTHS.get(instance, (INK, "P"))
+            sampled = bool((frame["sampling_error"] > 0).any())
+            for place, name in enumerate(names):
+                values = frame[name].to_numpy(dtype=float)
+                lift = np.linspace(-0.22, 0.22, len(values)) if len(values) > 1 else np.zeros(1)
+                axes.scatter(values, place + lift, s=9, color="#c4c4c4", linewidth=0)
+                error = 2 * values.std(ddof=1) / np.sqrt(len(values)) if len(values) > 1 else 0.0
+                hollow = sampled and name in ("interaction", "higher_order")
+                axes.errorbar(values.mean(), place, xerr=error, fmt="D", color=colour, markersize=7,
+                              markerfacecolor="white" if hollow else colour, capsize=3)  # fmt: skip
+            axes.axvline(0, color=INK, linewidth=0.8)
+            axes.axhline(0.5, color=GREY, linewidth=0.8)
+            axes.set_title(f"{instance}, {len(frame)} holdout requests", fontsize=11)
+            axes.set_xlabel("nats per token" + (", hollow: sampled pairs" if sampled else ""))
+            axes.xaxis.set_major_locator(MaxNLocator(5))
+        panels[0].set_yticks(range(len(names)), list(names.values()))
+        panels[0].invert_yaxis()
+        _save(figure, path)
+
+
 def _labels_at_points(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
     """Labels left of their points, pushed apart upwards and downwards where points are near each other."""
     low, high = axes.get_ylim()
