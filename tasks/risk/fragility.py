@@ -123,7 +123,9 @@ def taylor_sums(
 
 def router_row_norm(model: PreTrainedModel) -> Fragility:
     """[L, E] norm of each expert's router row over its layer's mean; free."""
-    norm = torch.stack([layer.router_rows().double().norm(dim=1) for layer in moe_layers(model)]).cpu().numpy()
+    norm = (
+        torch.stack([layer.router_rows().double().norm(dim=1) for layer in moe_layers(model)]).cpu().numpy()
+    )
     return Fragility(norm / norm.mean(axis=1, keepdims=True))
 
 

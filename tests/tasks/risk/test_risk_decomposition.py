@@ -35,7 +35,9 @@ def moebius(loss, blocks):
 
 def arbitrary_loss(seed=0, blocks=BLOCKS, requests=REQUESTS):
     """A loss with terms of every order; routes that are free add something of their own."""
-    terms = {own: np.random.default_rng([seed, *own, 99]).normal(size=requests) for own in subsets(range(blocks))}
+    terms = {
+        own: np.random.default_rng([seed, *own, 99]).normal(size=requests) for own in subsets(range(blocks))
+    }
 
     def loss(chosen, routes):
         value = sum(own for block, own in terms.items() if block <= chosen)
@@ -152,7 +154,9 @@ def test_the_rest_is_named_for_what_it_is_where_pairs_were_sampled():
     made = decompose(swap_terms(pairwise_loss(7), 7, pairs=9), np.ones((7, 2)), np.array([True, False]))
     figures = term_figures(made, np.array([1]), np.zeros((1, 1), dtype=int))
     assert "higher_order" not in figures
-    assert figures["rest_with_sampling_error"]["sampling_error"] == figures["interaction"]["sampling_error"] > 0
+    assert (
+        figures["rest_with_sampling_error"]["sampling_error"] == figures["interaction"]["sampling_error"] > 0
+    )
 
 
 def test_frozen_routes_that_are_not_the_references_are_refused():
@@ -261,7 +265,9 @@ def test_layers_swap_all_their_experts_and_their_affinity_is_the_experts_sum(mod
     assert len(layers.blocks) == 2
     expected = losses.losses(frozenset([3, 4, 5]), "frozen")["kl"]
     assert layers.losses(frozenset([1]), "frozen")["kl"] == pytest.approx(expected, abs=1e-15)
-    assert layers.affinity() == pytest.approx(np.ones((2, 5)))  # norm_topk_prob: the weights of a token add up to 1
+    assert layers.affinity() == pytest.approx(
+        np.ones((2, 5))
+    )  # norm_topk_prob: the weights of a token add up to 1
     assert losses.affinity().reshape(2, 3, 5).sum(axis=1) == pytest.approx(layers.affinity())
 
 

@@ -17,9 +17,7 @@ LAYERS, EXPERTS = 2, 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return seeded_checkpoint(
-        tmp_path_factory.mktemp("six"), num_hidden_layers=LAYERS, num_experts=EXPERTS
-    )
+    return seeded_checkpoint(tmp_path_factory.mktemp("six"), num_hidden_layers=LAYERS, num_experts=EXPERTS)
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +53,16 @@ def slightly(folder):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_taylor_is_the_swap_where_errors_are_small(reference, slightly, requests, first):
-    """At noise of 1e-4 the first order is all there is: float32 norms inside the model leave 1e-3 of it."""
+    """At noise of 1e-4 the first order is nearly all there is: what it leaves, and a square from one draw, are
+    below a hundredth of the largest."""
     losses = SwapLosses(reference, slightly, requests, 64, "expert", spare_first=not first)
     swap = swap_fragility(losses, LAYERS)
-    taylor = taylor_sums(reference, slightly, requests).taylor("dnll", first)
+    sums = taylor_sums(reference, slightly, requests)
+    row, near = 0 if first else 1, 0.01 * np.abs(swap.phi).max()
     assert swap.phi.shape == (LAYERS, EXPERTS)
-    assert taylor.phi == pytest.approx(swap.phi, rel=0.02, abs=0.005 * np.abs(swap.phi).max())
-    assert agreement(swap.phi, taylor.phi, True)["mean"] == 1
+    assert sums.linear[row] / sums.affinity[row] == pytest.approx(swap.phi, abs=near)
+    assert sums.taylor("dnll", first).phi == pytest.approx(swap.phi, abs=near)
+    assert agreement(swap.phi, sums.linear[row] / sums.affinity[row], True)["mean"] == 1
 
 
 def test_position_0_counts_where_it_is_counted(reference, slightly, requests):
@@ -77,12 +78,12 @@ def test_position_0_counts_where_it_is_counted(reference, slightly, requests):
 
 
 def test_the_square_is_the_divergence_to_second_order(folder, reference, requests):
-    """KL is 1/2 d' F d to second order; 60 draws of labels and signs come within a tenth in the sum."""
+    """KL is 1/2 d' F d to second order. A draw of signs is off by about its own size, 6 requests and 40 draws
+    thus by 1 / sqrt(240), 6 %, in one expert."""
     instance = moved(folder, 3e-3)
     swap = swap_fragility(SwapLosses(reference, instance, requests, 64, "expert"), LAYERS, "kl")
-    square = taylor_sums(reference, instance, requests, probes=60).taylor("kl", True)
-    assert square.phi.sum() == pytest.approx(swap.phi.sum(), rel=0.2)
-    assert square.phi == pytest.approx(swap.phi, rel=0.5)
+    square = taylor_sums(reference, instance, requests, probes=40).taylor("kl", True)
+    assert square.phi == pytest.approx(swap.phi, rel=0.3)
 
 
 def test_only_the_expert_that_differs_is_fragile(folder, reference, requests):
@@ -119,7 +120,9 @@ def test_output_error_by_hand(folder, reference, requests):
 def test_costs_are_counted_in_tokens(reference, slightly, requests):
     tokens = sum(len(sequence) for sequence in requests.sequences)
     swap = swap_fragility(SwapLosses(reference, slightly, requests, 64, "expert"), LAYERS)
-    assert swap.cost.forward_tokens == (2 + LAYERS * EXPERTS) * tokens  # the reference, free and frozen, and 6
+    assert (
+        swap.cost.forward_tokens == (2 + LAYERS * EXPERTS) * tokens
+    )  # the reference, free and frozen, and 6
     sums = taylor_sums(reference, slightly, requests, probes=3)
     assert (sums.cost.forward_tokens, sums.cost.backward_tokens) == (tokens, 4 * tokens)
     assert sums.output_error(True).cost.backward_tokens == 0
