@@ -53,11 +53,12 @@ def swap_fragility(losses: SwapLosses, layers: int, damage: str = "dnll") -> Fra
     if losses.level != "expert":
         raise ValueError(f"the losses' blocks are at level '{losses.level}', expected 'expert'")
     loss, affinity = losses.loss(damage), losses.affinity().sum(axis=1)
-    before = loss(frozenset(), "frozen")
+    before = loss(frozenset(), "free")
     blocks = track(range(len(losses.blocks)), "swap experts", len(losses.blocks))
     single = np.array([float((loss(frozenset([block]), "frozen") - before).sum()) for block in blocks])
     phi = _per_weight(single, affinity)
-    return Fragility(phi.reshape(layers, -1), Cost(losses.forward_tokens))
+    passes = 1 + len(losses.blocks)  # the reference's, and one for each expert
+    return Fragility(phi.reshape(layers, -1), Cost(passes * sum(map(len, losses.sequences))))
 
 
 @dataclass(frozen=True)

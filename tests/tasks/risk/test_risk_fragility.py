@@ -119,10 +119,9 @@ def test_output_error_by_hand(folder, reference, requests):
 
 def test_costs_are_counted_in_tokens(reference, slightly, requests):
     tokens = sum(len(sequence) for sequence in requests.sequences)
-    swap = swap_fragility(SwapLosses(reference, slightly, requests, 64, "expert"), LAYERS)
-    assert (
-        swap.cost.forward_tokens == (2 + LAYERS * EXPERTS) * tokens
-    )  # the reference, free and frozen, and 6
+    losses = SwapLosses(reference, slightly, requests, 64, "expert")
+    swap = swap_fragility(losses, LAYERS)
+    assert swap.cost.forward_tokens == losses.forward_tokens == (1 + LAYERS * EXPERTS) * tokens
     sums = taylor_sums(reference, slightly, requests, probes=3)
     assert (sums.cost.forward_tokens, sums.cost.backward_tokens) == (tokens, 4 * tokens)
     assert sums.output_error(True).cost.backward_tokens == 0
