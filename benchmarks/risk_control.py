@@ -1,7 +1,6 @@
 """Whether a promised budget is kept: draw fit and fresh requests of a known law again and again.
 
-    python -m benchmarks.risk_control [--draws 1000] [--first 0] [--file risk_control.jsonl]
-    python -m benchmarks.risk_control --rows predictions.parquet [--splits 200]
+    python -m benchmarks.risk_control [--draws 1000] [--first 0] [--file risk_control.jsonl] [--setting class signal]
 
 The law: heavy tail, three class sizes (tasks/risk/population.py), tau = W4 + 0.758 (W3 - W4) of the true means. Draws
 are added to the file, those that it holds are not played again, and the table is of all in it. Compliance:
@@ -35,17 +34,17 @@ SETTINGS = (
     ("overall", "agnostic"),
 )
 DELTAS = (0.1, 0.05)
-VALUE, REPLICATES, LARGE = 0.758, 199, 200
+VALUE, REPLICATES, LARGE = 0.758, 119, 200
 
 
-def played(file: Path, first: int, draws: int) -> list[dict[str, Any]]:
+def played(file: Path, first: int, draws: int, settings: tuple[tuple[str, str], ...]) -> list[dict[str, Any]]:
     """Every draw in `file`, after those that it lacks are played and added."""
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     have = {(row["scope"], row["predictor"], row["seed"]) for row in rows}
     todo = [
         (scope, name, seed)
         for seed in range(first, first + draws)
-        for scope, name in SETTINGS
+        for scope, name in settings
         if (scope, name, seed) not in have
     ]
     with file.open("a") as lines:
@@ -125,8 +124,12 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first draw")
     parser.add_argument("--file", type=Path, default=Path("risk_control.jsonl"))
+    parser.add_argument("--setting", nargs=2, metavar=("BUDGET", "PREDICTOR"), help="this one alone")
     chosen = parser.parse_args()
-    show(played(chosen.file, chosen.first, chosen.draws))
+    settings = (tuple(chosen.setting),) if chosen.setting else SETTINGS
+    if not set(settings) <= set(SETTINGS):
+        parser.error(f"no such setting; expected one of {', '.join(map(' '.join, SETTINGS))}")
+    show(played(chosen.file, chosen.first, chosen.draws, settings))
 
 
 if __name__ == "__main__":

@@ -73,28 +73,41 @@ class Frontier:
         One step at most is taken in part; it is rounded up with its share as probability, by `uniform` [B].
         """
         window = np.arange(len(self.order))
-        taken = self.steps(budget)
-        feasible, taken = taken >= 0, np.maximum(taken, 0)
-        limit = np.broadcast_to(np.asarray(budget, dtype=np.float64), len(window)) * self.requests
-        following = np.minimum(taken + 1, self.order.shape[1])
-        spent = self.predicted[window, taken]
-        size = self.predicted[window, following] - spent
-        left = np.where(feasible, np.clip(limit - spent, 0.0, size), 0.0)
-        whole = np.where(uniform * size < left, following, taken)
+        whole, spent, feasible = self._whole(budget, uniform)
         return Allocation(
-            predicted=(spent + left) / self.requests,
+            predicted=spent / self.requests,
             true=self.true[window, whole] / self.requests,
             reward=self.reward[window, whole] / self.requests,
             feasible=feasible,
         )
 
+    def _whole(
+        self, budget: np.ndarray | float, uniform: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Steps taken after rounding, predicted damage spent before it, feasible: all [B]."""
+        window = np.arange(len(self.order))
+        taken = self.steps(budget)
+        feasible, taken = taken >= 0, np.maximum(taken, 0)
+        limit = np.asarray(budget, dtype=np.float64) * self.requests
+        following = np.minimum(taken + 1, self.order.shape[1])
+        spent = self.predicted[window, taken]
+        size = self.predicted[window, following] - spent
+        left = np.where(feasible, np.clip(limit - spent, 0.0, size), 0.0)
+        return np.where(uniform * size < left, following, taken), spent + left, feasible
+
     def errors(self, budget: np.ndarray | float) -> np.ndarray:
         """True minus predicted damage of every request at the optimum [B, n], a step in part left out."""
-        taken = np.arange(self.order.shape[1]) < self.steps(budget)[:, None]
-        chosen = np.empty_like(taken)
-        np.put_along_axis(chosen, self.order, taken, axis=1)
-        change = (self.step[1] - self.step[0]) * chosen.reshape(self.step[0].shape)
-        return self.start[1] - self.start[0] + change.sum(axis=2)
+        taken = self.steps(budget)
+        return self._served(1, taken) - self._served(0, taken)
+
+    def served(self, budget: np.ndarray | float, uniform: np.ndarray) -> np.ndarray:
+        """True damage of every request [B, n], whole requests: those whose mean is `true` of `at`."""
+        return self._served(1, self._whole(budget, uniform)[0])
+
+    def _served(self, which: int, taken: np.ndarray) -> np.ndarray:
+        chosen = np.zeros(self.order.shape, dtype=bool)
+        np.put_along_axis(chosen, self.order, np.arange(self.order.shape[1]) < taken[:, None], axis=1)
+        return self.start[which] + (self.step[which] * chosen.reshape(self.step[which].shape)).sum(axis=2)
 
 
 def frontier(predicted: np.ndarray, true: np.ndarray, reward: np.ndarray) -> Frontier:

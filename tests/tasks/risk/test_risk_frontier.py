@@ -28,6 +28,7 @@ def test_two_requests_by_hand():
     assert down.true[0] == pytest.approx((0.11 + 0.001) / 2) and up.true[0] == pytest.approx(
         (0.11 + 0.21) / 2
     )
+    assert path.served(0.1, np.array([0.4]))[0].tolist() == pytest.approx([0.11, 0.21])
     assert path.errors(0.1)[0].tolist() == pytest.approx([0.01, 0.001])
     richest = path.at(9.0, np.array([0.0]))
     assert richest.reward[0] == 2 and richest.predicted[0] == pytest.approx(1.05)
