@@ -248,7 +248,8 @@ class _Ray:
         return self._ray.get(submitted)
 
     def cancel(self, submitted: Any) -> None:
-        self._ray.cancel(submitted, force=True)
+        """Few are in flight: they end by themselves. Ray 2.60's cancel can abort the whole driver when it meets a
+        task that ends at that moment; forced, it kills workers that the next round gets."""
 
 
 def _call(work: Callable[[Item], Result], item: Item) -> Result:
