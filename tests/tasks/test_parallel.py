@@ -181,9 +181,14 @@ def test_ctrl_c_ends_in_one_line_and_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "step.py"
     script.write_text(
         textwrap.dedent("""
+            import signal
+
             from tasks.console import run_step
             from tasks.parallel import IN_PROCESS, pmap
             from tests.parallel_work import slow
+
+            # A shell's background job ignores it, and so would what it starts.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
             def main():
                 runtime = IN_PROCESS.model_copy(update={"workers": 2})
