@@ -34,7 +34,7 @@ from tasks.quant.threads import side_by_side
 
 BLOCK, INNER = 128, 16  # columns between two products with all earlier errors, and with the block's own
 SEARCH_VALUES = 2**16  # weights whose scales are searched at once
-REFITS = {True: 1, False: 3}  # of a static grid, symmetric or not: sweeps fit the scale again, to the Hessian
+REFITS = 3  # of a static grid; sweeps fit it again, to the Hessian
 SIDE_BY_SIDE = 2048  # outputs of all experts of a piece of work, so that a column fits the fastest cache
 ALIGNMENT = 64  # outputs of an expert are padded to a multiple, so that all experts are computed alike
 _LEAST_DAMPING, _MOST_DAMPING = 1e-4, 1e5  # of what is tried when factoring fails
@@ -44,9 +44,9 @@ _LEAST_DAMPING, _MOST_DAMPING = 1e-4, 1e5  # of what is tried when factoring fai
 class Gptq:
     """Settings of GPTQ."""
 
-    damping: float = 0.01  # added to the Hessian's diagonal, as a share of its mean
-    shrinkage: float = 4.0  # the pooled Hessian's weight in tokens per input channel
-    sweeps: int = 1  # of coordinate descent
+    damping: float = 0.005  # added to the Hessian's diagonal, as a share of its mean
+    shrinkage: float = 2.0  # the pooled Hessian's weight in tokens per input channel
+    sweeps: int = 2  # of coordinate descent
 
 
 def quantize_gptq(
@@ -149,7 +149,7 @@ def _static_grids(
     groups = matrix.reshape(rows, count, -1)
     step = max(1, SEARCH_VALUES // width)
     found = [
-        search_range(groups[start : start + step], grid, dtype, importance, REFITS[grid.symmetric])
+        search_range(groups[start : start + step], grid, dtype, importance, REFITS)
         for start in range(0, rows, step)
     ]
     scale, zero_point = (torch.cat(parts).view(rows, count) for parts in zip(*found, strict=True))
