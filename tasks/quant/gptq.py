@@ -46,7 +46,7 @@ class Gptq:
 
     damping: float = 0.005  # added to the Hessian's diagonal, as a share of its mean
     shrinkage: float = 2.0  # the pooled Hessian's weight in tokens per input channel
-    sweeps: int = 2  # of coordinate descent
+    sweeps: int = 1  # of coordinate descent
 
 
 def quantize_gptq(

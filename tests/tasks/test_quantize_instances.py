@@ -34,12 +34,13 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def by_hand(reference: Path, bits: int, params: QuantizeInstances) -> Any:
     """The reference with its experts quantized in memory, nothing written."""
     model = load_model(reference)
-    source = CheckpointTensors(reference)
-    for layer in moe_layers(model):
-        for matrix, view in layer.matrices().items():
-            weights = layer.read(source, matrix)
-            grid = Grid(bits, params.group_size, params.symmetric)
-            view.copy_(quantize(params.method, weights, grid).dequantize())
+    grid = Grid(bits, params.group_size, params.symmetric)
+    stored = stored_layers(model, CheckpointTensors(reference))
+    for layer, own in zip(moe_layers(model), stored, strict=True):
+        views = layer.matrices()
+        for matrix in own.matrices:
+            weights = matrix.read(reference, slice(0, own.experts))
+            views[matrix.name].copy_(quantize(params.method, weights, grid).dequantize())
     return model
 
 

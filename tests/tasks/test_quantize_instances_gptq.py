@@ -10,6 +10,7 @@ from tasks.contracts import InputError, ResumableError
 from tasks.moe.checkpoint import load_model
 from tasks.moe.layerwise import walk_layers
 from tasks.moe.registry import moe_layers
+from tasks.moe.stored_experts import stored_layers
 from tasks.moe.tensors import CheckpointTensors
 from tasks.parallel import IN_PROCESS
 from tasks.quant.formats import expert_files
@@ -43,18 +44,19 @@ def test_gptq_layer_after_layer(reference: Path, tmp_path: Path, inputs: Any) ->
     manifest = quantize_instances.run(reference, tmp_path / "W3", 3, params, tmp_path / "requests")
 
     # The same by hand: whole layers, gate and up apart, nothing written.
-    model, source = load_model(reference), CheckpointTensors(reference)
+    model = load_model(reference)
     layers = {layer.layer: layer for layer in moe_layers(model)}
+    stored = {own.layer: own for own in stored_layers(model, CheckpointTensors(reference))}
     tokens = []
     for step in walk_layers(reference, ids, IN_PROCESS.batch_tokens, inputs, "by hand"):
         hessians, layer = step.hessians(), layers[step.layer.layer]
         tokens.append(hessians["hidden"].tokens.tolist())
         made = {}
-        for matrix in layer.matrices():
-            own = hessians["inner" if matrix == "down_proj" else "hidden"]
-            weights = layer.read(source, matrix)
-            quantized = quantize("gptq", weights, Grid(3, 32, False), matrix, own, Gptq(0.01, 0.25))
-            made[matrix] = quantized.dequantize()
+        for matrix in stored[layer.layer].matrices:
+            own = hessians["inner" if matrix.name == "down_proj" else "hidden"]
+            weights = matrix.read(reference, slice(0, layer.num_experts))
+            quantized = quantize("gptq", weights, Grid(3, 32, False), matrix.name, own, Gptq(0.01, 0.25))
+            made[matrix.name] = quantized.dequantize()
         step.replace(made)
         for matrix, view in layer.matrices().items():
             view.copy_(made[matrix])
