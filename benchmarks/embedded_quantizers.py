@@ -280,7 +280,7 @@ def table(results: Sequence[Result], count: int) -> str:
         "",
         f"source grid: the embedded weights were stored in groups of {SOURCE_GROUP} and lie on that grid, so",
     ]
-    lines += ["that asymmetric W4 is lossless there: no result, and not ranked."]
+    lines += ["that W4 there is no result, and not ranked (the refitted down projections alone are off it)."]
     if ranked:
         far, method, group, symmetric = min(ranked)
         lines += [

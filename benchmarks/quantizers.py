@@ -17,7 +17,8 @@ torch's default build brings CUDA; its CPU build serves as well and is what was 
 process of its own (benchmarks/peers/), on one thread, on the same files: the same bfloat16 weights, the same
 calibration statistics (of an expert's own tokens or of all tokens, whichever suits a peer) and the same held-out
 tokens. Errors are measured side by side; for the speed they take turns, alone, so that a busy neighbour slows all
-alike. Results of all are rounded to bfloat16.
+alike. Results of all are rounded to bfloat16. The hqq library stores scales and zero points in 32 bits, 9 bits a
+weight at W8 to our 8.5; it is compared as it is and, in the claim of equal weight error, with these rounded to 16.
 
 Ours runs at its default settings. A peer runs at its default ones and at its best ones, found by coordinate search
 along `axes` for every width and data set on the held-out error itself, which favours the peers.
@@ -72,6 +73,7 @@ class Tool:
     default: Options = field(default_factory=dict)
     axes: tuple[Axis, ...] = ()  # of the coordinate search, one after the other
     forms: tuple[bool, ...] = (True, False)  # symmetric or not
+    others: Mapping[str, Options] = field(default_factory=dict)  # further settings by name, not tuned
 
 
 PEERS: dict[str, Tool] = {
@@ -98,7 +100,8 @@ PEERS: dict[str, Tool] = {
             ({"mse": 2.4},),  # ten times as slow: last, so that it runs once
         ),
     ),
-    "hqq": Tool("hqq_library", ".venv-peers", "hqq", forms=(False,)),
+    "hqq": Tool("hqq_library", ".venv-peers", "hqq", {"scales": "float32"}, forms=(False,),
+                others={"16-bit scales": {"scales": "float16"}}),
 }  # fmt: skip
 OURSELVES = Tool("expertpool", ".venv", "")
 _LLMC = PEERS["llmcompressor"].default
@@ -116,7 +119,7 @@ SPEED_RUNS: tuple[tuple[str, str, str, bool, Options], ...] = (
     ),
     ("gptqmodel", "gptq", "default", True, PEERS["gptqmodel"].default),
     (OURS, "hqq", "hqq", False, {}),
-    ("hqq", "hqq", "default", False, {}),
+    ("hqq", "hqq", "default", False, PEERS["hqq"].default),
     (OURS, "clip_search", "clip_search", False, {}),
     (OURS, "rtn", "rtn", False, {}),
 )
@@ -215,6 +218,9 @@ def quality(bench: Bench, problems: Sequence[Problem], widths: Sequence[int], qu
         for symmetric, bits in product(tool.forms, widths):
             row = bench.once(problems, name, tool.method, bits, symmetric, tool.default)
             rows.append(replace(row, setting="default"))
+            for setting, options in tool.others.items():
+                row = bench.once(problems, name, tool.method, bits, symmetric, options)
+                rows.append(replace(row, setting=setting))
             if tool.axes:
                 axes = tool.axes[:1] if quick or bits == 8 else tool.axes
                 start = ends.get(bits, tool.default)

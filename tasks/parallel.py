@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -107,9 +108,9 @@ def _in_order(
 
 def _attempt(work: Callable[[Item], Result], item: Item) -> Result | InputError:
     """Runs in the worker. An InputError travels as a value: engines wrap what is raised, each in its own way."""
-    import torch  # the driver of the workers needs none
-
-    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by torch where `work` imports it
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     try:
         return work(item)
     except InputError as error:
@@ -248,7 +249,8 @@ class _Ray:
         return self._ray.get(submitted)
 
     def cancel(self, submitted: Any) -> None:
-        self._ray.cancel(submitted, force=True)
+        """Few are in flight: they end by themselves. Ray 2.60's cancel can abort the whole driver when it meets a
+        task that ends at that moment; forced, it kills workers that the next round gets."""
 
 
 def _call(work: Callable[[Item], Result], item: Item) -> Result:

@@ -4,9 +4,10 @@ In: the reference's folder; for gptq also artifacts/requests/calibration.parquet
 a folder that `tasks.moe.checkpoint.load_model` loads; with `symmetric: true` plain transformers and engines that
 read compressed-tensors load it too, where the family allows it. All but the routed experts is byte for byte the
 reference's.
-Costs one pass over the expert weights, a few experts of one layer in memory at a time: hqq about 4 million weights a
-second on one core, rtn about 100 million. gptq also walks the calibration tokens through the layers, with one layer's
-weights and Hessians in memory. A run that was killed is carried on by the next one, layer by layer.
+Costs one pass over the expert weights, a few experts of one layer in memory at a time: on one core rtn, clip_search and
+hqq take some ten million weights a second and more, gptq about four million. gptq also walks the calibration tokens
+through the layers, with one layer's weights and Hessians in memory. A run that was killed is carried on by the next
+one, layer by layer.
 """
 
 from __future__ import annotations

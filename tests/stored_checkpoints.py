@@ -13,6 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from tasks import quantize_instances
+from tasks.moe.audit import Audit
 from tasks.params import load_params
 from tests.seeded_models import seeded_checkpoint
 
@@ -191,3 +192,11 @@ def mxfp4(weight: torch.Tensor) -> Parts:
         "_blocks": torch.zeros(experts, out, width // 32, 16, dtype=torch.uint8),
         "_scales": torch.full((experts, out, width // 32), 127, dtype=torch.uint8),
     }
+
+
+def formats_found(result: Audit) -> dict[str, set[tuple[str, int | None]]]:
+    """Kind of matrix -> the formats and bits in which an audit found them."""
+    found: dict[str, set[tuple[str, int | None]]] = {}
+    for finding in result.findings:
+        found.setdefault(finding.kind, set()).add((finding.storage.format, finding.storage.bits))
+    return found

@@ -1,4 +1,7 @@
-"""The hqq library: one call of Quantizer.quantize per expert matrix."""
+"""The hqq library: one call of Quantizer.quantize per expert matrix.
+
+Option: scales, "float32", as it stores scales and zero points, or "float16", rounded afterwards: as many bytes as ours.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,19 @@ def hqq(job: Job):
 
     def weights_of(found: list[tuple[torch.Tensor, dict]]) -> torch.Tensor:
         # Its default computes with float32 scales and float16 products.
+        dtype = getattr(torch, job.options["scales"])
         return torch.stack(
-            [Quantizer.dequantize(packed, {**meta, "compute_dtype": torch.float32}) for packed, meta in found]
+            [
+                Quantizer.dequantize(
+                    packed,
+                    {
+                        **meta,
+                        **{key: meta[key].to(dtype).float() for key in ("scale", "zero")},
+                        "compute_dtype": torch.float32,
+                    },
+                )
+                for packed, meta in found
+            ]
         )
 
     return work, weights_of

@@ -17,7 +17,6 @@ from tasks.contracts import InputError
 from tasks.moe.experts import Experts
 from tasks.moe.fused import FusedExperts, check_layout
 from tasks.moe.modules import ModuleExperts
-from tasks.moe.tensors import CheckpointTensors
 
 GATED = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 
@@ -148,13 +147,6 @@ class MoELayer:
     def tensors(self, matrix: str) -> list[str]:
         """Names of the reference checkpoint's tensors that hold a matrix of the experts: [E], or one if fused."""
         return self.family.tensors(self, matrix)
-
-    def read(self, source: CheckpointTensors, matrix: str) -> torch.Tensor:
-        """A matrix of all experts [E, out, in] from the reference checkpoint, in its dtype; for some experts
-        of a layer too large for memory, `tasks/moe/stored_experts.py`."""
-        tensors = [source.get(name) for name in self.tensors(matrix)]
-        fused = self.family.fused
-        return torch.stack(tensors) if fused is None else fused[matrix].of(tensors[0]).contiguous()
 
     def gate_probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The router's score of each expert, summing to one over all E: logits [..., E] -> [..., E] float32.

@@ -111,12 +111,6 @@ def moe_layers(model: PreTrainedModel) -> list[MoELayer]:
     return found
 
 
-def expert_keys(model: PreTrainedModel, layer: MoELayer, matrix: str) -> list[str]:
-    """Module paths [E] of one matrix of a layer's experts, as checkpoints name them, without `.weight`."""
-    del model
-    return layer.keys(matrix)
-
-
 def _below(module: Any, path: str) -> Any:
     """The submodule at a dotted path, None when there is none."""
     for part in path.split("."):

@@ -24,7 +24,7 @@ from tasks.quant.grid import (
 
 # The smallest clipping ratio tried for a group of 64, by bits: the fewer codes, the more a shorter range is
 # worth; and the larger the group, the farther out its ends.
-LOWEST_RATIO = {2: 0.45, 3: 0.6, 4: 0.7, 8: 0.94}
+LOWEST_RATIO = {2: 0.45, 3: 0.6, 4: 0.7, 8: 0.97}
 RATIOS = 4
 REFITS = 3
 _NOTHING = 1e-20  # keeps a group of equal codes from dividing by zero: its scale comes out as 0

@@ -83,7 +83,7 @@ class TensorFile:
             self._offsets[name] = start
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._base, self._size = 8 + len(text), end
+        self._base = 8 + len(text)
         self._waiting = set(entries)
         self._file = Path(path).open("wb")  # noqa: SIM115
         self._file.write(len(text).to_bytes(8, "little") + text)

@@ -34,7 +34,7 @@ from tasks.quant.threads import side_by_side
 
 BLOCK, INNER = 128, 16  # columns between two products with all earlier errors, and with the block's own
 SEARCH_VALUES = 2**16  # weights whose scales are searched at once
-REFITS = {True: 1, False: 3}  # of a static grid, symmetric or not: sweeps fit the scale again, to the Hessian
+REFITS = 3  # of a static grid; sweeps fit it again, to the Hessian
 SIDE_BY_SIDE = 2048  # outputs of all experts of a piece of work, so that a column fits the fastest cache
 ALIGNMENT = 64  # outputs of an expert are padded to a multiple, so that all experts are computed alike
 _LEAST_DAMPING, _MOST_DAMPING = 1e-4, 1e5  # of what is tried when factoring fails
@@ -44,8 +44,8 @@ _LEAST_DAMPING, _MOST_DAMPING = 1e-4, 1e5  # of what is tried when factoring fai
 class Gptq:
     """Settings of GPTQ."""
 
-    damping: float = 0.01  # added to the Hessian's diagonal, as a share of its mean
-    shrinkage: float = 4.0  # the pooled Hessian's weight in tokens per input channel
+    damping: float = 0.005  # added to the Hessian's diagonal, as a share of its mean
+    shrinkage: float = 2.0  # the pooled Hessian's weight in tokens per input channel
     sweeps: int = 1  # of coordinate descent
 
 
@@ -95,8 +95,10 @@ def quantize_gptq(
             piece.errors[:, place, :rows] = matrix.T  # before anything is rounded
             factors.append(factor)
             damped.append(hessian)
-        feed_back(piece, order, factors, grid)
-        for _ in range(settings.sweeps):
+        # at eight bits a sweep gains less than it loses by leaving out how weights round to 16 bits
+        final = scales.dtype if grid.num_bits == 8 else None
+        feed_back(piece, order, factors, grid, final)
+        for _ in range(0 if final else settings.sweeps):
             sweep(piece, damped, grid, scales.dtype)
         for place, expert in enumerate(part):
             codes[expert] = piece.codes[:, place, :rows].T
@@ -149,17 +151,24 @@ def _static_grids(
     groups = matrix.reshape(rows, count, -1)
     step = max(1, SEARCH_VALUES // width)
     found = [
-        search_range(groups[start : start + step], grid, dtype, importance, REFITS[grid.symmetric])
+        search_range(groups[start : start + step], grid, dtype, importance, REFITS)
         for start in range(0, rows, step)
     ]
     scale, zero_point = (torch.cat(parts).view(rows, count) for parts in zip(*found, strict=True))
     return scale, zero_point
 
 
-def feed_back(piece: Columns, order: torch.Tensor, factors: list[torch.Tensor], grid: Grid) -> None:
+def feed_back(
+    piece: Columns,
+    order: torch.Tensor,
+    factors: list[torch.Tensor],
+    grid: Grid,
+    final: torch.dtype | None = None,
+) -> None:
     """Round the columns from the last of `order` to the first, each with the errors of those before it fed back.
 
-    `piece.errors` holds the weights before and the errors after; `piece.codes` is filled.
+    `piece.errors` holds the weights before and the errors after; `piece.codes` is filled. Errors are those of
+    dequantized weights in float32, or rounded to the type `final`.
     """
     width, top, experts = len(order), grid.top, len(factors)
     group_of = torch.div(order, width // len(piece.scale), rounding_mode="floor")
@@ -167,7 +176,7 @@ def feed_back(piece: Columns, order: torch.Tensor, factors: list[torch.Tensor], 
     units = [factor.div_(factor.diagonal().clone()) for factor in factors]
     left, errors, codes = piece.blank(), piece.blank(), piece.blank()  # in order; left: w + feedback so far
     torch.index_select(piece.errors, 0, order, out=left)
-    shifted = (piece.scale * piece.zero_point).index_select(0, group_of).add_(left)
+    shifted = left.clone() if final else (piece.scale * piece.zero_point).index_select(0, group_of).add_(left)
     left, errors, codes, shifted = (whole[:, :experts] for whole in (left, errors, codes, shifted))
     scale, zero_point = piece.scale[:, :experts], piece.zero_point[:, :experts]
     scales, zeros, steps = scale.unbind(), zero_point.unbind(), scale.reciprocal().unbind()
@@ -192,7 +201,11 @@ def feed_back(piece: Columns, order: torch.Tensor, factors: list[torch.Tensor], 
                 torch.addcmul(zeros[group], lefts[column], steps[group], out=code[column])
                 code[column].round_().clamp_(0, top)
                 # e = w − (code − zero_point) · scale
-                torch.addcmul(shifts[column], code[column], scales[group], value=-1, out=error[column])
+                if final:
+                    dequantized = torch.sub(code[column], zeros[group], out=error[column]).mul_(scales[group])
+                    torch.sub(shifts[column], dequantized.to(final), out=error[column])
+                else:
+                    torch.addcmul(shifts[column], code[column], scales[group], value=-1, out=error[column])
                 if column > low:
                     left[low:column].addcmul_(inner[column - low][: column - low], error[column])
     piece.errors[:, :experts].index_copy_(0, order, errors)

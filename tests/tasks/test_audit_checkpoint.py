@@ -23,13 +23,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.half(tmp_path_factory.mktemp("audit") / "reference")
 
 
-def rows(result: Audit) -> dict[str, set[tuple[str, int | None]]]:
-    found: dict[str, set[tuple[str, int | None]]] = {}
-    for finding in result.findings:
-        found.setdefault(finding.kind, set()).add((finding.storage.format, finding.storage.bits))
-    return found
-
-
 def text(result: Audit, width: int = 200) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     report(result, "somewhere", console)
@@ -44,7 +37,7 @@ def test_a_plain_reference_has_nothing_quantized(reference: Path, tmp_path: Path
         "72 of 72 matrices that should be quantized are in 16 bits: model.layers.0.mlp.experts.0.down_proj and 71 more"
     ]
     kinds = ("routed experts", "attention", "routers", "embeddings", "norms and biases")
-    assert rows(result) == {kind: {("floating point", 16)} for kind in kinds}
+    assert made.formats_found(result) == {kind: {("floating point", 16)} for kind in kinds}
     assert "nothing here is quantized" in next_step(result, "x")
     values = read_json(tmp_path / "audit.json")
     assert values["exit_status"] == 1 and not values["missing"] and not values["unexpected"]
@@ -79,7 +72,7 @@ def test_a_tool_that_passed_over_the_experts(reference: Path, tmp_path: Path) ->
     folder = made.rewrite(reference, tmp_path / "skipped", made.gptq(4, 32, 7), ATTENTION, **declared)
     result = run(folder, reference)
     assert result.exit_status == 1
-    assert rows(result)["attention"] == {("gptq", 4)}
+    assert made.formats_found(result)["attention"] == {("gptq", 4)}
     assert result.verdict.startswith(
         "NOT AS IT SHOULD BE: 72 of 72 matrices that should be quantized are in 16 bits"
     )
@@ -90,7 +83,7 @@ def test_a_tool_that_passed_over_the_experts(reference: Path, tmp_path: Path) ->
 
 def test_what_is_not_recognised_is_unknown(reference: Path, tmp_path: Path) -> None:
     result = run(made.rewrite(reference, tmp_path / "made", made.mlx))
-    assert rows(result)["routed experts"] == {("unknown", None)}
+    assert made.formats_found(result)["routed experts"] == {("unknown", None)}
     assert result.exit_status == 1
     assert result.problems()[0].startswith("72 tensors are not stored as they should be: ")
     assert "not recognised: biases BF16, scales BF16, weight U32" in result.problems()[0]

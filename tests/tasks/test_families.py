@@ -28,6 +28,7 @@ from tasks.moe.checkpoint import load_model
 from tasks.moe.prefill import head_logits, prefill
 from tasks.moe.registry import FAMILIES, moe_layers
 from tasks.moe.replicas import install_physical_experts, model_hash, physical_load
+from tasks.moe.stored_experts import stored_layers
 from tasks.moe.tensors import CheckpointTensors, auto_class
 from tasks.params import MeasureExperts, Variant, load_params
 from tasks.risk.scoring import read_requests, score
@@ -132,16 +133,19 @@ def test_the_table_of_families_is_complete():
 
 
 def test_layers_are_found_and_their_matrices_are_the_checkpoint(shop):
-    layers, source = moe_layers(shop.model), CheckpointTensors(shop.reference)
-    assert len(layers) == shop.blocks
+    layers = moe_layers(shop.model)
+    stored = stored_layers(shop.model, CheckpointTensors(shop.reference))
+    assert len(layers) == len(stored) == shop.blocks
     numbers = [layer.layer for layer in layers]
     assert numbers == sorted(set(numbers))
-    for layer in layers:
+    for layer, own in zip(layers, stored, strict=True):
         assert (layer.num_experts, layer.top_k) == (shop.experts, shop.top_k)
         assert layer.router_rows().shape == (shop.experts, 64)
-        assert len(layer.matrices()) == shop.matrices
-        for name, view in layer.matrices().items():
-            assert torch.equal(layer.read(source, name), view)
+        views = layer.matrices()
+        assert [matrix.name for matrix in own.matrices] == list(views)
+        assert len(views) == shop.matrices
+        for matrix in own.matrices:
+            assert torch.equal(matrix.read(shop.reference, slice(0, shop.experts)), views[matrix.name])
 
 
 def test_quantize_every_matrix_and_load_what_was_written(shop):

@@ -3,7 +3,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from safetensors import safe_open
@@ -11,47 +10,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from tasks import quantize_instances
-from tasks.contracts import InputError, ResumableError, read_json
+from tasks.contracts import InputError, read_json
 from tasks.moe import quantizing
 from tasks.moe.checkpoint import load_model, load_tokenizer
-from tasks.moe.layerwise import walk_layers
 from tasks.moe.registry import moe_layers
 from tasks.moe.stored_experts import consumed, stored_layers
 from tasks.moe.tensors import CheckpointTensors
 from tasks.parallel import IN_PROCESS
-from tasks.params import QuantizeInstances, load_params
+from tasks.params import QuantizeInstances
 from tasks.quant.formats import INDEX_FILE, MANIFEST_FILE, REST_FILE, expert_files
-from tasks.quant.gptq import Gptq
 from tasks.quant.grid import Grid
 from tasks.quant.methods import quantize
+from tests.instances import half_precision, logits, packed, settings
 from tests.seeded_models import seeded_checkpoint
-
-ROOT = Path(__file__).parents[2]
-IDS = torch.randint(0, 350, (2, 20), generator=torch.Generator().manual_seed(0))
-
-
-def settings(**changes: Any) -> QuantizeInstances:
-    """params.yaml's section with a group size that fits the seeded models."""
-    values = load_params(ROOT / "params.yaml").quantize_instances.model_dump()
-    return QuantizeInstances(**{**values, "group_size": 32, **changes})
-
-
-def packed(folder: Path) -> dict[str, torch.Tensor]:
-    """The packed tensors of all shards."""
-    return {name: tensor for shard in expert_files(folder) for name, tensor in load_file(shard).items()}
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(IDS).logits
-
-
-def half_precision(source: Path, folder: Path) -> Path:
-    """The checkpoint `source`, stored in bfloat16 as real ones are."""
-    load_model(source, torch.bfloat16).save_pretrained(folder)
-    load_tokenizer(source).save_pretrained(folder)
-    (folder / "NOTICE").write_text("where the weights come from\n")
-    return folder
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe"])
@@ -63,12 +34,13 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def by_hand(reference: Path, bits: int, params: QuantizeInstances) -> Any:
     """The reference with its experts quantized in memory, nothing written."""
     model = load_model(reference)
-    source = CheckpointTensors(reference)
-    for layer in moe_layers(model):
-        for matrix, view in layer.matrices().items():
-            weights = layer.read(source, matrix)
-            grid = Grid(bits, params.group_size, params.symmetric)
-            view.copy_(quantize(params.method, weights, grid).dequantize())
+    grid = Grid(bits, params.group_size, params.symmetric)
+    stored = stored_layers(model, CheckpointTensors(reference))
+    for layer, own in zip(moe_layers(model), stored, strict=True):
+        views = layer.matrices()
+        for matrix in own.matrices:
+            weights = matrix.read(reference, slice(0, own.experts))
+            views[matrix.name].copy_(quantize(params.method, weights, grid).dequantize())
     return model
 
 
@@ -364,85 +336,3 @@ def test_an_instance_whose_shards_are_not_its_own(reference: Path, tmp_path: Pat
 
 
 # --- gptq ---------------------------------------------------------------------------------------------------------
-
-
-def calibration(folder: Path, lengths: list[int]) -> list[list[int]]:
-    """Random calibration tokens, written as prepare_requests writes them."""
-    generator = torch.Generator().manual_seed(3)
-    ids = [torch.randint(0, 350, (length,), generator=generator).tolist() for length in lengths]
-    folder.mkdir()
-    pd.DataFrame({"id": range(len(ids)), "ids": ids}).to_parquet(folder / "calibration.parquet")
-    return ids
-
-
-@pytest.mark.parametrize("inputs", ["quantized", "reference"])
-def test_gptq_layer_after_layer(reference: Path, tmp_path: Path, inputs: Any) -> None:
-    ids = calibration(tmp_path / "requests", [60, 40, 50])
-    gptq = {"inputs": inputs, "shrinkage": 0.25, "damping": 0.01, "max_fallback_share": 0.1}
-    params = settings(method="gptq", gptq=gptq)
-    manifest = quantize_instances.run(reference, tmp_path / "W3", 3, params, tmp_path / "requests")
-
-    # The same by hand: whole layers, gate and up apart, nothing written.
-    model, source = load_model(reference), CheckpointTensors(reference)
-    layers = {layer.layer: layer for layer in moe_layers(model)}
-    tokens = []
-    for step in walk_layers(reference, ids, IN_PROCESS.batch_tokens, inputs, "by hand"):
-        hessians, layer = step.hessians(), layers[step.layer.layer]
-        tokens.append(hessians["hidden"].tokens.tolist())
-        made = {}
-        for matrix in layer.matrices():
-            own = hessians["inner" if matrix == "down_proj" else "hidden"]
-            weights = layer.read(source, matrix)
-            quantized = quantize("gptq", weights, Grid(3, 32, False), matrix, own, Gptq(0.01, 0.25))
-            made[matrix] = quantized.dequantize()
-        step.replace(made)
-        for matrix, view in layer.matrices().items():
-            view.copy_(made[matrix])
-    assert torch.equal(logits(load_model(tmp_path / "W3")), logits(model))
-
-    assert manifest["expert_tokens"] == tokens
-    assert [sum(own) for own in tokens] == [150 * 2] * manifest["layers"]  # top-2
-    assert manifest["fallbacks"] == sum(own.count(0) for own in tokens)
-    assert manifest["gptq"] == gptq
-    assert manifest["extra_damped_matrices"] == 0
-
-
-def test_what_the_inputs_of_a_layer_are_changes_later_layers_alone(reference: Path, tmp_path: Path) -> None:
-    calibration(tmp_path / "requests", [60, 40])
-    shards = {}
-    for inputs in ("quantized", "reference"):
-        gptq = settings().gptq.model_dump() | {"inputs": inputs, "max_fallback_share": 1.0}
-        params = settings(method="gptq", gptq=gptq)
-        quantize_instances.run(reference, tmp_path / inputs, 2, params, tmp_path / "requests")
-        shards[inputs] = [path.read_bytes() for path in expert_files(tmp_path / inputs)]
-    assert shards["quantized"][0] == shards["reference"][0]
-    assert all(a != b for a, b in zip(shards["quantized"][1:], shards["reference"][1:], strict=True))
-
-
-def test_experts_without_tokens_are_counted_and_limited(reference: Path, tmp_path: Path) -> None:
-    """3 tokens reach at most 6 of a layer's 8 experts, so at least a quarter has none."""
-    calibration(tmp_path / "requests", [3])
-
-    def quantized(limit: float) -> dict[str, Any]:
-        gptq = settings().gptq.model_dump() | {"max_fallback_share": limit}
-        params = settings(method="gptq", gptq=gptq)
-        return quantize_instances.run(reference, tmp_path / "W3", 3, params, tmp_path / "requests")
-
-    with pytest.raises(
-        ResumableError, match=r"experts get no calibration token.*max_fallback_share 0\.2 allows"
-    ):
-        quantized(0.2)
-    assert not (tmp_path / "W3").exists()
-    manifest = quantized(1.0)
-    without = sum(own.count(0) for own in manifest["expert_tokens"])
-    assert manifest["fallbacks"] == without >= 2 * manifest["layers"]
-    assert manifest["fallback_share"] == without / manifest["blocks"]
-    assert all(torch.isfinite(tensor).all() for tensor in packed(tmp_path / "W3").values())
-
-
-def test_gptq_needs_calibration_tokens(reference: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="method 'gptq' needs calibration tokens"):
-        quantize_instances.run(reference, tmp_path / "W3", 3, settings(method="gptq"))
-    with pytest.raises(InputError, match="run prepare_requests first"):
-        quantize_instances.run(reference, tmp_path / "W3", 3, settings(method="gptq"), tmp_path)
-    assert not list(tmp_path.iterdir())

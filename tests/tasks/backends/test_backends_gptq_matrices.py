@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tasks.backends import optimum_gptq
+from tasks.backends import gptq_library, optimum_gptq
 from tasks.backends.gptq_matrices import (
     Matrix,
     audit_coverage,
@@ -186,8 +185,10 @@ def test_scales_that_are_not_finite(tmp_path):
 # --- without the extra ----------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gptqmodel") is not None, reason="the extra [gptq] is here")
-def test_without_the_extra_the_error_says_how_to_get_it(tmp_path):
+def test_without_the_extra_the_error_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        gptq_library, "find_spec", lambda name: None if name in ("gptqmodel", "defuser") else name
+    )
     with pytest.raises(
         InputError, match=r"needs gptqmodel, defuser: install the extra \[gptq\].*make setup-gptq"
     ):

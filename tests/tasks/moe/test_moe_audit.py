@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.contracts import InputError, LayerPlan, ReplicationPlan, read_json
-from tasks.moe.audit import Audit, audit
+from tasks.moe.audit import audit
 from tasks.moe.checkpoint import PHYSICAL_FILE, PLAN_FILE, load_model, skeleton
 from tasks.moe.headers import INDEX
 from tasks.moe.registry import moe_layers
@@ -22,13 +22,6 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.half(tmp_path_factory.mktemp("audit") / "reference")
-
-
-def rows(result: Audit) -> dict[str, set[tuple[str, int | None]]]:
-    found: dict[str, set[tuple[str, int | None]]] = {}
-    for finding in result.findings:
-        found.setdefault(finding.kind, set()).add((finding.storage.format, finding.storage.bits))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -97,7 +90,7 @@ def test_other_tools_checkpoints(reference: Path, tmp_path: Path, name: str) -> 
     store, stored, declared = STORES[name]
     folder = made.rewrite(reference, tmp_path / "made", store, **declared)
     result = audit(folder, reference)
-    assert (result.problems(), rows(result)["routed experts"]) == ([], {stored})
+    assert (result.problems(), made.formats_found(result)["routed experts"]) == ([], {stored})
     everything = audit(folder, expect="all")
     assert everything.problems()[0].startswith(
         "12 of 84 matrices that should be quantized are in 16 bits: model.layers.0"
@@ -120,7 +113,7 @@ def test_mxfp4_of_gpt_oss(tmp_path: Path) -> None:
         reference, tmp_path / "mxfp4", made.mxfp4, r"experts\.(gate_up|down)_proj$", quant_method="mxfp4"
     )
     result = audit(folder, reference)
-    assert (result.problems(), rows(result)["routed experts"]) == ([], {("mxfp4", 4)})
+    assert (result.problems(), made.formats_found(result)["routed experts"]) == ([], {("mxfp4", 4)})
 
     def break_scale(tensors: made.Parts) -> None:
         tensors["model.layers.1.mlp.experts.down_proj_scales"][3, 5, 0] = 255  # the NaN of powers of two
@@ -152,7 +145,7 @@ def test_experts_of_a_fused_family_split_by_a_tool(tmp_path: Path) -> None:
     (folder / "config.json").write_text((reference / "config.json").read_text())
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     result = audit(folder, reference)
-    assert (result.problems(), rows(result)["routed experts"]) == ([], {("pack-quantized", 4)})
+    assert (result.problems(), made.formats_found(result)["routed experts"]) == ([], {("pack-quantized", 4)})
 
 
 def test_nan_missing_unexpected_and_changed(reference: Path, tmp_path: Path) -> None:
@@ -223,7 +216,7 @@ def test_a_model_that_transformers_does_not_know(reference: Path, tmp_path: Path
     result = audit(folder)
     assert (result.exit_status, result.model_type) == (0, "made_up_moe")
     assert "keys not checked" in result.notes[0]
-    assert rows(result)["routed experts"] == {("pack-quantized", 4)}
+    assert made.formats_found(result)["routed experts"] == {("pack-quantized", 4)}
     assert {found.name for found in result.findings if found.kind == "routers"} == {
         f"model.layers.{layer}.mlp.gate" for layer in range(3)
     }

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tasks.contracts import InputError
 from tasks.moe.checkpoint import load_model
-from tasks.moe.registry import FAMILIES, expert_keys, moe_layers
+from tasks.moe.registry import FAMILIES, moe_layers
 from tasks.moe.tensors import CheckpointTensors
 from tests.seeded_models import seeded_checkpoint
 
@@ -35,7 +35,7 @@ def test_matrices_are_the_checkpoints_and_write_through(tmp_path: Path, family: 
     model, source = load_model(folder), CheckpointTensors(folder)
     for layer in moe_layers(model):
         for matrix, view in layer.matrices().items():
-            keys = expert_keys(model, layer, matrix)
+            keys = layer.keys(matrix)
             assert all(re.fullmatch(FAMILIES[family].pattern(), key) for key in keys)
             assert torch.equal(view, source.stacked([f"{key}.weight" for key in keys]))
     ids = torch.arange(10)[None]
