@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -227,6 +227,45 @@ class PrefillRouting:
     @classmethod
     def load_from(cls, folder: str | Path) -> PrefillRouting:
         return cls(**load_file(Path(folder) / "routing.safetensors"))
+
+
+# --- fragility (decompose_damage) -----------------------------------------------------------------------------------
+#
+# artifacts/decomposition/
+#   fragility.safetensors  see below
+#   terms.parquet          instance, id, split, total, bias, separable, separability, interaction, higher_order,
+#                          route_change, sampling_error [nats per scored token] of the requests that were decomposed
+#   decomposition.json     VERSION, counts, settings
+
+
+@dataclass(frozen=True)
+class Fragility:
+    """Every routed expert's fragility under every instance, estimated on calibration tokens alone.
+
+    `arrays`: float64 [L, E] under `<estimator>_<instance>` (position 0 counted) and
+    `<estimator>_without_first_<instance>` (not counted), estimators taylor_kl and taylor_dnll [nats per unit of
+    routing weight] and output_error [norm], and under `router_row_norm`. An expert without a calibration token
+    has 0. Of an encoder-decoder only `router_row_norm` is known.
+    """
+
+    arrays: dict[str, np.ndarray]
+
+    FILE: ClassVar[str] = "fragility.safetensors"
+
+    @staticmethod
+    def key(estimator: str, instance: str, first: bool = True) -> str:
+        return f"{estimator}_{instance}" if first else f"{estimator}_without_first_{instance}"
+
+    def save(self, folder: str | Path) -> None:
+        arrays = {name: np.ascontiguousarray(array, dtype=np.float64) for name, array in self.arrays.items()}
+        save_file(arrays, Path(folder) / self.FILE)
+
+    @classmethod
+    def load_from(cls, folder: str | Path) -> Fragility:
+        path = Path(folder) / cls.FILE
+        if not path.is_file():
+            raise InputError(f"{path}: no such file; run the stage decompose_damage first")
+        return cls(load_file(path))
 
 
 # --- predictions (calibrate_fwp) ------------------------------------------------------------------------------------

@@ -183,6 +183,19 @@ class ScoreRequests(Section):
     compute_dtype: Literal["float32", "bfloat16"]
 
 
+class DecomposeDamage(Section):
+    level: Literal["layer", "expert"]
+    compute_dtype: Literal["float32", "float64"]
+    fit_requests: PositiveInt
+    holdout_requests: PositiveInt
+    pairs: Annotated[int, Field(ge=2)]
+    probes: PositiveInt
+    swap_layers: PositiveInt
+    swap_tokens: PositiveInt
+    super_experts: PositiveInt
+    seed: int
+
+
 class CalibrateFwp(Section):
     scorer: str
     damage: Literal["kl", "dnll"]
@@ -208,6 +221,9 @@ class SolveRouting(Section):
     budget_value: float
     budget_scope: Literal["overall", "class"]
     reward: Literal["bits", "published_endpoint"]
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    replicates: PositiveInt
+    folds: Annotated[int, Field(ge=2)]
     seed: int
 
 
@@ -239,6 +255,7 @@ class Params(Section):
     measure_experts: MeasureExperts
     build_variants: BuildVariants
     score_requests: ScoreRequests
+    decompose_damage: DecomposeDamage
     calibrate_fwp: CalibrateFwp
     solve_routing: SolveRouting
     measure_throughput: MeasureThroughput
