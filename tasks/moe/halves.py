@@ -10,7 +10,7 @@ different MoE layers. The last token is predicted and never read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,17 @@ def placed_routing(routing: LayerRouting, layer: MoELayer, halves: Halves) -> La
         mask, at = halves.decoder_mask, halves.at_decoder
     own = routing.reshaped(*mask.shape)
     return LayerRouting(*(_placed(getattr(own, name), mask, at) for name in own.__dataclass_fields__))
+
+
+def placed_sums(sums: Mapping[bool, torch.Tensor], halves: Halves) -> torch.Tensor:
+    """Sums over the layers of each stack (`PickSums.pop`), [B * Se, n] and [B * Sd, n], added up on the
+    sequences' places [B, S, n]."""
+    stacks = {
+        False: (halves.encoder_mask, halves.at_encoder),
+        True: (halves.decoder_mask, halves.at_decoder),
+    }
+    placed = [_placed(own.view(*stacks[at][0].shape, -1), *stacks[at]) for at, own in sums.items()]
+    return torch.stack(placed).sum(dim=0)
 
 
 def visited(layer: MoELayer, halves: Halves) -> torch.Tensor:

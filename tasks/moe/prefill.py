@@ -16,8 +16,9 @@ from tasks.console import track
 from tasks.contracts import InputError
 from tasks.moe import halves
 from tasks.moe.family import plain_head
-from tasks.moe.record import LayerRouting, RoutingRecorder, record_routing
+from tasks.moe.record import LayerRouting, RoutingRecorder, observe_picks
 from tasks.moe.registry import FAMILIES, MoELayer, moe_layers
+from tasks.moe.strength import PickSums, PickValues
 from tasks.moe.tokens import real_tokens
 
 HEAD_CHUNK_VALUES = 2**24  # logits held at once by `next_token_nll`: 64 MiB in float32
@@ -38,7 +39,8 @@ class PrefillBatch:
     routing: list[LayerRouting] | None  # per MoE layer, arrays [B, S, k]
     visited: list[
         torch.Tensor
-    ]  # per MoE layer [B, S] bool, True where a real token passes it; with `routing`
+    ]  # per MoE layer [B, S] bool, True where a real token passes it; with `routing` or `sums`
+    sums: torch.Tensor | None  # [B, S, n] float64, columns of PickValues; 0 where no layer is passed
 
     def picks(self) -> tuple[np.ndarray, np.ndarray]:
         """[L] picks of each MoE layer that reached an expert, and [L] that were dropped."""
@@ -71,8 +73,10 @@ def prefill(
     record: bool = False,
     splits: Sequence[int] | None = None,
     progress: bool = True,
+    values: PickValues | None = None,
 ) -> Iterator[PrefillBatch]:
-    """Run every sequence of token ids once and yield the batches; with `record`, with their token routing.
+    """Run every sequence of token ids once and yield the batches; with `record`, with their token routing;
+    with `values`, with the sums of these over each token's picks alone, which needs no memory per layer.
 
     `splits`: for an encoder-decoder, the tokens of each sequence that the encoder reads, by default half.
     `progress` False: the caller shows its own.
@@ -84,9 +88,13 @@ def prefill(
         raise InputError(f"{label}: sequence {lengths.index(0)} is empty, expected at least one token id")
     in_halves = bool(model.config.is_encoder_decoder)
     own_splits = halves.check_splits(lengths, splits, label) if in_halves else []
-    layers = moe_layers(model) if record else []
+    if record and values is not None:
+        raise ValueError("routing is either recorded or summed")
+    layers = moe_layers(model) if record or values is not None else []
+    observer = RoutingRecorder(layers) if record else None if values is None else PickSums(layers, values)
     batches = plan_batches(lengths, batch_tokens)
-    with record_routing(model) if record else nullcontext() as recorder, torch.inference_mode():
+    observing = nullcontext() if observer is None else observe_picks(layers, observer)
+    with observing, torch.inference_mode():
         for rows in track(batches, label, len(batches)) if progress else batches:
             width = lengths[rows[0]]
             ids = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -96,41 +104,43 @@ def prefill(
                 mask[place, : lengths[row]] = True
             if in_halves:
                 parts = [lengths[row] for row in rows], [own_splits[row] for row in rows]
-                run = _run_halves(model, halves.cut(ids, *parts, halves.start_token(model)), layers, recorder)
+                run = _run_halves(model, halves.cut(ids, *parts, halves.start_token(model)), layers, observer)
             else:
-                run = _run_whole(model, ids, mask, layers, recorder)
+                run = _run_whole(model, ids, mask, layers, observer)
             yield PrefillBatch(rows, ids, mask, *run)
 
 
-# predicted, hidden, routing, visited of a PrefillBatch
-_Run = tuple[torch.Tensor, torch.Tensor, list[LayerRouting] | None, list[torch.Tensor]]
+# predicted, hidden, routing, visited, sums of a PrefillBatch
+_Run = tuple[torch.Tensor, torch.Tensor, list[LayerRouting] | None, list[torch.Tensor], torch.Tensor | None]
+_Observer = RoutingRecorder | PickSums | None
 
 
 def _run_whole(
-    model: Any,
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    layers: list[MoELayer],
-    recorder: RoutingRecorder | None,
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, layers: list[MoELayer], observer: _Observer
 ) -> _Run:
     with real_tokens(mask):
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     predicted = mask.clone()
     predicted[:, 0] = False
-    routing = None if recorder is None else [own.reshaped(*ids.shape) for own in recorder.pop()]
-    return predicted, hidden, routing, [mask] * len(layers)
+    routing, sums = None, None
+    if isinstance(observer, RoutingRecorder):
+        routing = [own.reshaped(*ids.shape) for own in observer.pop()]
+    elif observer is not None:
+        (running,) = observer.pop().values()
+        sums = running.view(*ids.shape, -1) * mask[..., None]
+    return predicted, hidden, routing, [mask] * len(layers), sums
 
 
-def _run_halves(
-    model: Any, batch: halves.Halves, layers: list[MoELayer], recorder: RoutingRecorder | None
-) -> _Run:
+def _run_halves(model: Any, batch: halves.Halves, layers: list[MoELayer], observer: _Observer) -> _Run:
     hidden = halves.run(model, batch)
     predicted = batch.at_decoder.roll(1, dims=1)  # a row's last place is never the decoder's
-    routing = None
-    if recorder is not None:
-        pairs = zip(recorder.pop(), layers, strict=True)
+    routing, sums = None, None
+    if isinstance(observer, RoutingRecorder):
+        pairs = zip(observer.pop(), layers, strict=True)
         routing = [halves.placed_routing(own, layer, batch) for own, layer in pairs]
-    return predicted, hidden, routing, [halves.visited(layer, batch) for layer in layers]
+    elif observer is not None:
+        sums = halves.placed_sums(observer.pop(), batch)
+    return predicted, hidden, routing, [halves.visited(layer, batch) for layer in layers], sums
 
 
 def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:

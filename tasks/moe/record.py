@@ -33,40 +33,39 @@ class LayerRouting:
         return self.index.masked_fill(~self.routed, experts)
 
 
-class RoutingRecorder:
+class PickObserver:
+    """Sees what every MoE layer chose, once per layer and forward pass (`observe_picks`)."""
+
+    def see(
+        self,
+        position: int,
+        logits: torch.Tensor,
+        index: torch.Tensor,
+        weight: torch.Tensor,
+        routed: torch.Tensor,
+    ) -> None:
+        """The picks of MoE layer number `position`, as `LayerRouting` describes them, arrays [B*S, k];
+        `logits` [B*S, E] are its router's."""
+        raise NotImplementedError
+
+
+class RoutingRecorder(PickObserver):
     """Holds the routing of the latest forward pass until it is popped."""
 
     def __init__(self, layers: list[MoELayer]) -> None:
         self._layers = layers
-        self._logits: dict[int, torch.Tensor] = {}
         self._seen: dict[int, LayerRouting] = {}
 
-    def at_router(self, position: int):
-        """The forward hook of a layer's router."""
-        layer = self._layers[position]
-
-        def keep(_module: nn.Module, _inputs: tuple, output: Any) -> None:
-            logits = layer.family.logits(output)
-            self._logits[position] = logits.reshape(-1, layer.num_experts)
-
-        return keep
-
-    def at_experts(self, position: int):
-        """The forward pre-hook of a layer's experts."""
-        layer = self._layers[position]
-
-        def keep(_module: nn.Module, inputs: tuple, options: dict[str, Any]) -> None:
-            _, index, weight = layer.experts.entered(inputs, options)
-            logits = self._logits.pop(position)
-            routed = index < layer.num_experts
-            if not bool(routed.all()):  # what the router chose for those that were dropped
-                index = torch.where(routed, index, logits.topk(index.shape[1]).indices)
-            probabilities = layer.gate_probabilities(logits)
-            self._seen[position] = LayerRouting(
-                index, weight.float() * routed, probabilities.gather(-1, index), routed
-            )
-
-        return keep
+    def see(
+        self,
+        position: int,
+        logits: torch.Tensor,
+        index: torch.Tensor,
+        weight: torch.Tensor,
+        routed: torch.Tensor,
+    ) -> None:
+        probabilities = self._layers[position].gate_probabilities(logits)
+        self._seen[position] = LayerRouting(index, weight, probabilities.gather(-1, index), routed)
 
     def pop(self) -> list[LayerRouting]:
         """Routing of every MoE layer in the latest forward, in depth order, arrays [B*S, k]; then
@@ -77,19 +76,48 @@ class RoutingRecorder:
         return [seen[position] for position in range(len(self._layers))]
 
 
+class _LayerHooks:
+    """The forward hook of a layer's router, which keeps its logits, and the pre-hook of its experts."""
+
+    def __init__(self, layer: MoELayer, position: int, observer: PickObserver) -> None:
+        self._layer, self._position, self._observer = layer, position, observer
+        self._logits: torch.Tensor | None = None
+
+    def at_router(self, _module: nn.Module, _inputs: tuple, output: Any) -> None:
+        self._logits = self._layer.family.logits(output).reshape(-1, self._layer.num_experts)
+
+    def at_experts(self, _module: nn.Module, inputs: tuple, options: dict[str, Any]) -> None:
+        _, index, weight = self._layer.experts.entered(inputs, options)
+        logits, self._logits = self._logits, None
+        if logits is None:
+            raise RuntimeError(
+                f"{self._layer.name}: its experts were entered, but its router did not run before"
+            )
+        routed = index < self._layer.num_experts
+        if not bool(routed.all()):  # what the router chose for those that were dropped
+            index = torch.where(routed, index, logits.topk(index.shape[1]).indices)
+        self._observer.see(self._position, logits, index, weight.float() * routed, routed)
+
+
+@contextmanager
+def observe_picks(layers: list[MoELayer], observer: PickObserver) -> Iterator[None]:
+    """Show the observer every forward pass through `layers`, a model's MoE layers, while the context is open."""
+    handles = []
+    for position, layer in enumerate(layers):
+        hooks = _LayerHooks(layer, position, observer)
+        handles.append(layer.router.register_forward_hook(hooks.at_router))
+        handles.append(layer.experts.module.register_forward_pre_hook(hooks.at_experts, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @contextmanager
 def record_routing(model: PreTrainedModel) -> Iterator[RoutingRecorder]:
     """Record every forward pass while the context is open."""
     layers = moe_layers(model)
     recorder = RoutingRecorder(layers)
-    handles = []
-    for position, layer in enumerate(layers):
-        handles.append(layer.router.register_forward_hook(recorder.at_router(position)))
-        handles.append(
-            layer.experts.module.register_forward_pre_hook(recorder.at_experts(position), with_kwargs=True)
-        )
-    try:
+    with observe_picks(layers, recorder):
         yield recorder
-    finally:
-        for handle in handles:
-            handle.remove()
