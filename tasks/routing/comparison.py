@@ -49,7 +49,7 @@ def compare(window: Window, damage: str, scope: Literal["overall", "class"], see
             damage,
         )
 
-    for name, policy in policies(evidence.pool).items():
+    for name, policy in policies(evidence.pool, evidence.guards).items():
         seen = replace(evidence, predicted=window.true_damage[damage]) if name == ORACLE else evidence
         try:
             decision = policy(seen)
@@ -66,4 +66,7 @@ def compare(window: Window, damage: str, scope: Literal["overall", "class"], see
         result.outcomes[name] = judged(np.eye(len(evidence.pool.instances))[choice])
         result.outcomes[name]["expected"] = {key: expected[key] for key in kept}
         result.outcomes[name]["predicted"] = name.startswith(PREDICTING)
+        if name.endswith("_controlled"):
+            guard = evidence.guards[name.removesuffix("_controlled")]
+            result.outcomes[name]["guaranteed"] = float(guard.guaranteed[evidence.classes].mean())
     return result

@@ -7,8 +7,8 @@ predictions, as an oracle. All come from arXiv 2609.12550 and its baselines.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,14 @@ ORDERS = {
 
 
 @dataclass(frozen=True)
+class Guard:
+    """What keeps a budget with probability 1 - delta (`tasks/risk/control.py`), per budget class."""
+
+    margin: np.ndarray  # [C] nats, taken off tau
+    guaranteed: np.ndarray  # [C] bool; where False every request of the class goes to the safest instance
+
+
+@dataclass(frozen=True)
 class Evidence:
     """What a policy may see: F fit requests, R requests to route, I instances, C budget classes."""
 
@@ -43,6 +51,10 @@ class Evidence:
     signals: dict[str, np.ndarray]  # name -> [R]
     predicted: np.ndarray  # [R, I] damage predicted from FWP
     class_mean: np.ndarray  # [R, I] the fit mean of the request's class
+    outside: (
+        np.ndarray
+    )  # [R] bool, signals unlike any fit request's: what predicts goes to the safest instance
+    guards: dict[str, Guard]  # by the policy that it guards
 
     @property
     def fit_means(self) -> np.ndarray:
@@ -63,9 +75,9 @@ Policy = Callable[[Evidence], Decision]
 
 
 def class_means(damage: np.ndarray, classes: np.ndarray, count: int) -> np.ndarray:
-    """Means [C, I] of damage [F, I] within classes [F], each of which has requests; C is `count`."""
+    """Means [C, I] of damage [F, I] within classes [F], 0 for a class without requests; C is `count`."""
     sums = np.stack([np.bincount(classes, weights=column, minlength=count) for column in damage.T], axis=1)
-    return sums / np.bincount(classes, minlength=count)[:, None]
+    return sums / np.maximum(np.bincount(classes, minlength=count), 1)[:, None]
 
 
 def best_mix(reward: np.ndarray, means: np.ndarray, tau: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
@@ -124,7 +136,40 @@ def class_mean(evidence: Evidence) -> Decision:
 
 def lp_fwp(evidence: Evidence) -> Decision:
     """The window LP on the damage predicted from FWP: the method."""
-    return _window(evidence, evidence.predicted)
+    return _window(evidence, evidence.predicted, evidence.outside)
+
+
+def controlled(name: str) -> Policy:
+    """The window LP at tau - margin: the budget is kept with probability 1 - delta, not every other time.
+
+    `name`: whose guard it is and so what it knows of a request: `lp_fwp` its prediction, `class_mean` its class,
+    `request_agnostic` nothing, all requests of a budget then being alike.
+    """
+
+    def policy(evidence: Evidence) -> Decision:
+        guard = evidence.guards[name]
+        if name == "lp_fwp":
+            damage, outside = evidence.predicted, evidence.outside
+        else:
+            known = evidence.class_mean if name == "class_mean" else evidence.fit_means[evidence.classes]
+            damage, outside = known, np.zeros(len(known), dtype=bool)
+        safe = np.eye(damage.shape[1])[evidence.pool.safest_first[0]]
+        x = np.tile(safe, (len(damage), 1))
+        tau = np.where(guard.guaranteed, evidence.tau - guard.margin, evidence.tau)
+        least = class_means(damage.min(axis=1)[:, None], evidence.classes, len(tau))[:, 0]
+        routed = guard.guaranteed & (least <= tau)  # a budget out of reach: as safe as can be
+        served = np.flatnonzero(routed[evidence.classes])
+        rule: dict[str, Any] = {
+            "margin": dict(zip(evidence.class_names, guard.margin.tolist(), strict=True)),
+            "routed": [name for name, yes in zip(evidence.class_names, routed, strict=True) if yes],
+        }
+        if not served.size:
+            return Decision(x, rule)
+        found = _window(replace(evidence, tau=tau), damage, outside, served)
+        x[served] = found.x
+        return Decision(x, rule | found.rule, found.solution)
+
+    return policy
 
 
 def true_loss(evidence: Evidence) -> Decision:
@@ -182,14 +227,16 @@ def ordered(signal: str) -> Policy:
     return policy
 
 
-def policies(pool: Pool) -> dict[str, Policy]:
-    """Every policy by name. A pool of one instance leaves nothing to decide: static alone."""
+def policies(pool: Pool, guarded: Iterable[str] = ()) -> dict[str, Policy]:
+    """Every policy by name, and those in `guarded` under their guarantee too. A pool of one instance leaves
+    nothing to decide: static alone."""
     named: dict[str, Policy] = {f"static_{name}": static(name) for name in pool.instances}
     if len(pool.instances) == 1:
         return named
     named |= {"capacity_proportional": capacity_proportional, "request_agnostic": request_agnostic}
     named |= {"class_mean": class_mean}
     named |= {name: ordered(signal) for name, signal in ORDERS.items()}
+    named |= {f"{name}_controlled": controlled(name) for name in guarded}
     return named | {"lp_fwp": lp_fwp, "true_loss": true_loss}
 
 
@@ -199,8 +246,32 @@ def _shared(evidence: Evidence, shares: np.ndarray) -> Decision:
     return Decision(np.tile(shares, (len(evidence.ids), 1)), rule)
 
 
-def _window(evidence: Evidence, damage: np.ndarray) -> Decision:
-    solution = solve_window(window_problem(evidence, damage))
+def _window(
+    evidence: Evidence,
+    damage: np.ndarray,
+    outside: np.ndarray | None = None,
+    rows: np.ndarray | None = None,
+) -> Decision:
+    """The window LP of the requests `rows`, by default all; those `outside` [R] stay on the safest instance."""
+    problem = window_problem(evidence, damage)
+    if outside is not None and outside.any():
+        safest = evidence.pool.safest_first[0]
+        reward, damage = problem.reward.copy(), damage.copy()
+        # one choice, offered I times: the budget counts it, and nothing is gained by another
+        reward[outside], damage[outside] = reward[outside][:, [safest]], damage[outside][:, [safest]]
+        problem = replace(problem, reward=reward, damage=damage)
+    if rows is not None:
+        problem = replace(
+            problem,
+            ids=tuple(problem.ids[row] for row in rows),
+            **{name: getattr(problem, name)[rows] for name in ("classes", "reward", "damage", "q")},
+        )
+    solution = solve_window(problem)
+    if outside is not None and outside.any():
+        there = outside if rows is None else outside[rows]
+        x = solution.x.copy()
+        x[there] = np.eye(x.shape[1])[evidence.pool.safest_first[0]]
+        solution = replace(solution, x=x)
     prices = dict(zip(evidence.class_names, solution.alpha.tolist(), strict=True))
     return Decision(solution.x, {"quality_prices": prices}, solution)
 

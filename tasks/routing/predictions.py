@@ -39,7 +39,7 @@ def read_predictions(path: Path, instances: list[str]) -> pd.DataFrame:
     signals = list(ORDERS.values())
     kinds = (*DAMAGES, "predicted", "class_mean")
     numbers = [*signals, *(f"{kind}_{instance}" for instance in instances for kind in kinds)]
-    missing = [column for column in ("id", "class", "split", *numbers) if column not in frame]
+    missing = [column for column in ("id", "class", "split", "outside", *numbers) if column not in frame]
     if missing:
         absent = [name for name in instances if f"predicted_{name}" in missing]
         hint = f" (not in the predictions: instance {', '.join(absent)})" if absent else ""
@@ -109,6 +109,8 @@ def make_window(
         signals=signals(routed),
         predicted=per_instance(routed, "predicted"),
         class_mean=per_instance(routed, "class_mean"),
+        outside=routed["outside"].to_numpy(dtype=bool),
+        guards={},
     )
     true = {kind: per_instance(routed, kind) for kind in DAMAGES}
     return Window(evidence, true, tau, names, index(routed))

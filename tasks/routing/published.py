@@ -91,6 +91,8 @@ def published_requests(
         signals=signals,
         predicted=damage,
         class_mean=np.tile(means, (REQUESTS, 1)),
+        outside=np.zeros(REQUESTS, dtype=bool),
+        guards={},
     )
 
 

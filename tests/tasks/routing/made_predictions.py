@@ -33,6 +33,7 @@ def made_predictions(
         "log_length": rng.normal(5, 0.3, size),
         "routing_frequency": rng.uniform(0.05, 0.1, size),
         "log_fwp": np.log(fragility),
+        "outside": False,
     })  # fmt: skip
     fit = frame["split"] == "fit"
     for name in instances:

@@ -12,7 +12,16 @@ from tasks.contracts import InputError
 from tasks.routing.budget import budget_tau, make_pool
 from tasks.routing.comparison import compare
 from tasks.routing.outcome import outcome
-from tasks.routing.policies import best_mix, lp_fwp, ordered, policies, request_agnostic, true_loss
+from tasks.routing.policies import (
+    Guard,
+    best_mix,
+    controlled,
+    lp_fwp,
+    ordered,
+    policies,
+    request_agnostic,
+    true_loss,
+)
 from tasks.routing.predictions import make_window
 from tasks.routing.problem import InfeasibleBudget
 from tasks.routing.published import MEANS, REQUESTS, published_requests, published_row, published_table
@@ -266,3 +275,67 @@ def test_an_infeasible_budget_stops_the_method_and_names_the_class():
         InfeasibleBudget, match=r"class 'code': the least reachable mean damage is 0\.0\d+, tau is 0\.01"
     ):
         compare(made_window(budget="absolute", value=0.01, scope="class"), "kl", "class", 0)
+
+
+# --- under a guarantee --------------------------------------------------------------------------------------
+
+
+def guarded(margin: float, guaranteed: bool = True, name: str = "request_agnostic"):
+    guard = Guard(np.array([margin]), np.array([guaranteed]))
+    return replace(published_requests(), guards={name: guard})
+
+
+def test_a_margin_is_taken_off_the_budget():
+    """tau 0.1513 - 0.05 leaves 0.05 above W4: a W3 share of 0.05 / 0.1319 = 0.3791."""
+    decision = controlled("request_agnostic")(guarded(0.05))
+    np.testing.assert_allclose(decision.x, np.tile([0, 0.3791, 0.6209], (REQUESTS, 1)), atol=5e-5)
+    assert decision.rule["margin"] == {"overall": 0.05} and decision.rule["routed"] == ["overall"]
+
+
+def test_without_margin_it_is_the_point_estimate():
+    plain = lp_fwp(published_requests()).x
+    np.testing.assert_allclose(controlled("lp_fwp")(guarded(0.0, name="lp_fwp")).x, plain)
+
+
+@pytest.mark.parametrize(("margin", "guaranteed"), [(0.0, False), (0.11, True)])
+def test_no_guarantee_or_no_room_means_the_safest(margin: float, guaranteed: bool):
+    """tau - 0.11 = 0.0413 lies below W4's own 0.0513."""
+    decision = controlled("request_agnostic")(guarded(margin, guaranteed))
+    assert (decision.x == [0, 0, 1]).all() and decision.rule["routed"] == [] and decision.solution is None
+
+
+def test_one_class_guaranteed_another_not():
+    window = made_window(scope="class")
+    guard = Guard(np.array([0.0, 0.02, 0.0]), np.array([False, True, True]))
+    evidence = replace(window.evidence, guards={"class_mean": guard})
+    decision = controlled("class_mean")(evidence)
+    first = evidence.classes == 0
+    assert (decision.x[first] == [0, 0, 1]).all() and decision.x[~first, 1].mean() > 0.5
+    for c in (1, 2):  # what the routed classes know of their damage keeps tau - margin
+        rows = evidence.classes == c
+        spent = (decision.x * evidence.class_mean)[rows].sum(axis=1).mean()
+        assert spent == pytest.approx(evidence.tau[c] - guard.margin[c])
+
+
+def test_requests_outside_go_to_the_safest_and_count():
+    evidence = made_window().evidence
+    outside = np.zeros(len(evidence.ids), dtype=bool)
+    outside[[0, 5, 7]] = True
+    evidence = replace(
+        evidence, outside=outside, guards={"lp_fwp": Guard(np.zeros(1), np.ones(1, dtype=bool))}
+    )
+    plain, safe = lp_fwp(replace(evidence, outside=np.zeros_like(outside))), lp_fwp(evidence)
+    assert (safe.x[outside] == [0, 0, 1]).all() and not (plain.x[outside] == [0, 0, 1]).all()
+    spent = (safe.x * evidence.predicted).sum(axis=1).mean()
+    assert spent == pytest.approx(evidence.tau[0])  # what they leave of the budget serves the others
+    assert (controlled("lp_fwp")(evidence).x == safe.x).all()
+    assert safe.solution is not None and safe.solution.certificate.holds
+
+
+def test_policies_under_a_guarantee_say_so():
+    window = made_window()
+    guard = Guard(np.zeros(1), np.ones(1, dtype=bool))
+    window = replace(window, evidence=replace(window.evidence, guards={"lp_fwp": guard}))
+    found = compare(window, "kl", "overall", 0)
+    assert found.outcomes["lp_fwp_controlled"]["guaranteed"] == 1.0
+    assert "guaranteed" not in found.outcomes["lp_fwp"] and "class_mean_controlled" not in found.outcomes
