@@ -76,7 +76,7 @@ class RoutingRecorder(PickObserver):
         return [seen[position] for position in range(len(self._layers))]
 
 
-class _LayerHooks:
+class LayerHooks:
     """The forward hook of a layer's router, which keeps its logits, and the pre-hook of its experts."""
 
     def __init__(self, layer: MoELayer, position: int, observer: PickObserver) -> None:
@@ -104,7 +104,7 @@ def observe_picks(layers: list[MoELayer], observer: PickObserver) -> Iterator[No
     """Show the observer every forward pass through `layers`, a model's MoE layers, while the context is open."""
     handles = []
     for position, layer in enumerate(layers):
-        hooks = _LayerHooks(layer, position, observer)
+        hooks = LayerHooks(layer, position, observer)
         handles.append(layer.router.register_forward_hook(hooks.at_router))
         handles.append(layer.experts.module.register_forward_pre_hook(hooks.at_experts, with_kwargs=True))
     try:

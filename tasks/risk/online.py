@@ -20,7 +20,15 @@ from tasks.moe.halves import start_token
 from tasks.moe.prefill import PrefillBatch, next_token_nll, prefill
 from tasks.moe.registry import moe_layers
 from tasks.moe.strength import PickValues
-from tasks.risk.fwp import ALIGNMENTS, STRENGTHS, log_fwp, segment_mean
+from tasks.risk.fwp import (
+    ALIGNMENTS,
+    MEASURED,
+    STRENGTHS,
+    log_fwp,
+    normalised,
+    segment_mean,
+    weighted_log_ppl,
+)
 
 LEAST_TOKENS = 3  # of a prompt: the prediction made from position 0 is not scored
 
@@ -29,22 +37,22 @@ LEAST_TOKENS = 3  # of a prompt: the prediction made from position 0 is not scor
 class Signals:
     """What to read off a prefill.
 
-    `fragility`: instance -> phi [L, E] in nats, of the damage that is predicted; each gives the columns
-    separable_<instance>, and log_fwp_measured_<instance> with `measured`. `load` [L, E]: calibration load, for
-    routing_frequency.
+    `fragility`: instance -> phi [L, E] in nats, of the damage that is predicted; each gives the column
+    separable_<instance>, and log_fwp_measured_<instance> where "measured" is among the strengths. `load` [L, E]:
+    calibration load, for routing_frequency.
     """
 
     align: str
-    strengths: Sequence[str] = STRENGTHS
+    strengths: Sequence[str] = (*STRENGTHS, MEASURED)
     fragility: Mapping[str, np.ndarray] = field(default_factory=dict)
     load: np.ndarray | None = None
-    measured: bool = True  # whether log_fwp_measured_<instance> is wanted too
 
     def __post_init__(self) -> None:
-        unknown = sorted({*self.strengths} - {*STRENGTHS})
+        unknown = sorted({*self.strengths} - {*STRENGTHS, MEASURED})
         if unknown or self.align not in ALIGNMENTS:
             raise ValueError(
-                f"strengths {self.strengths}, align '{self.align}': expected {STRENGTHS}, {ALIGNMENTS}"
+                f"strengths {self.strengths} and align '{self.align}': expected some of {(*STRENGTHS, MEASURED)}, and "
+                f"one of {ALIGNMENTS}"
             )
 
 
@@ -112,8 +120,8 @@ def pick_values(model: PreTrainedModel, signals: Signals) -> PickValues:
     weighted: dict[str, np.ndarray] = {}
     for instance, phi in signals.fragility.items():
         weighted[f"separable_{instance}"] = phi
-        if signals.measured:
-            weighted[f"log_fwp_measured_{instance}"] = np.maximum(phi, 0)
+        if MEASURED in signals.strengths:
+            weighted[f"log_fwp_{MEASURED}_{instance}"] = np.maximum(phi, 0)
     return PickValues("gate_prob" in signals.strengths, chosen, weighted)
 
 
@@ -146,6 +154,8 @@ def batch_signals(
     offset = np.concatenate([[0], np.cumsum(lengths - first)])
     found = {"log_ppl": segment_mean(nll, offset), "log_length": np.log(lengths.astype(np.float64))}
     for name in signals.strengths:
+        if name == MEASURED:
+            continue  # an instance's own: below
         found[f"log_fwp_{name}"] = log_fwp(nll, sums[name] / counted, offset)
     whole = _between(batch, np.zeros_like(first), lengths)
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -154,8 +164,8 @@ def batch_signals(
             found[name] = segment_mean((batch.sums[..., place] / layers)[whole].cpu().numpy(), starts)
         elif name.startswith("separable_"):
             found[name] = segment_mean(batch.sums[..., place][whole].cpu().numpy(), starts)
-        elif name.startswith("log_fwp_measured_"):
-            found[name] = log_weighted(nll, sums[name], offset)
+        elif name.startswith(f"log_fwp_{MEASURED}_"):
+            found[name] = weighted_log_ppl(nll, normalised(sums[name], offset), offset)
     return found
 
 
@@ -163,15 +173,3 @@ def _between(batch: PrefillBatch, first: np.ndarray, stop: np.ndarray) -> torch.
     """[B, S] bool, True from place `first` [B] of a row to before `stop` [B]."""
     place = torch.arange(batch.ids.shape[1])
     return (place >= torch.from_numpy(first)[:, None]) & (place < torch.from_numpy(stop)[:, None])
-
-
-def log_weighted(nll: np.ndarray, weight: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """log FWP [R] of losses [M] and weights w [M] >= 0; a request without any weight has its plain log PPL."""
-    total = segment_mean(weight, offset)
-    scaled = np.divide(
-        weight,
-        np.repeat(total, np.diff(offset)),
-        out=np.ones_like(weight),
-        where=np.repeat(total > 0, np.diff(offset)),
-    )
-    return segment_mean(scaled * nll, offset)

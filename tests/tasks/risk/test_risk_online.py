@@ -11,7 +11,7 @@ from tasks.moe.prefill import PrefillBatch, prefill
 from tasks.moe.record import observe_picks
 from tasks.moe.registry import moe_layers
 from tasks.moe.strength import PickSums, PickValues
-from tasks.risk.features import prefill_signals
+from tasks.risk.features import fragility_signals, prefill_signals
 from tasks.risk.online import Signals, batch_signals, read_signals
 from tasks.risk.scoring import Requests, score
 from tests.seeded_models import seeded_checkpoint
@@ -51,10 +51,10 @@ def recorded(model, own):
 def test_equal_to_recorded_routing(model, align):
     own, (load, phi) = prompts(), tables(model)
     scores, routing = recorded(model, own)
-    expected = prefill_signals(scores, routing, load, ("gate_prob", "router_row_norm"), align, "gate_prob")
+    expected = prefill_signals(scores, routing, load, ("gate_prob", "router_row_norm"), align)
     in_halves = model.config.is_encoder_decoder
     fragility = {} if in_halves else {"W3": phi, "W2": np.abs(phi)}
-    signals = Signals(align, ("gate_prob", "router_row_norm"), fragility, load)
+    signals = Signals(align, fragility=fragility, load=load)
     found = read_signals(model, own, scores.ids, signals, 60, "test", progress=False)
     assert found["prompt_tokens"].tolist() == list(LENGTHS)
     for name in (
@@ -70,6 +70,10 @@ def test_equal_to_recorded_routing(model, align):
     if in_halves:
         assert (~routing.visited).any()  # the case of layers that a token does not pass
         return
+    own_signals = fragility_signals(scores, routing, fragility, align)
+    assert sorted(own_signals) == sorted(set(found) - set(expected) - {"prompt_tokens"})
+    for name in own_signals:
+        np.testing.assert_allclose(found[name], own_signals[name], rtol=2e-5, atol=2e-6, err_msg=name)
     for instance, own_phi in fragility.items():
         for row, (start, stop) in enumerate(zip(routing.offset[:-1], routing.offset[1:], strict=True)):
             by_token = by_hand(routing, own_phi)[start:stop]
@@ -136,7 +140,7 @@ def test_four_tokens_by_hand_tell_the_alignments_apart():
     values = PickValues(True, {}, {"separable_W3": np.ones((1, 1)), "log_fwp_measured_W3": np.ones((1, 1))})
 
     def found(align):
-        signals = Signals(align, ("gate_prob",), {"W3": np.ones((1, 1))})
+        signals = Signals(align, ("gate_prob", "measured"), {"W3": np.ones((1, 1))})
         return batch_signals(batch, values, signals, np.array([1.0, 3.0]), np.array([2]), np.array([4]))
 
     # token: w = 1/1, 1/0.25 = 1, 4; mean 2.5; w~ = 0.4, 1.6; log FWP = (0.4 * 1 + 1.6 * 3) / 2 = 2.6
@@ -178,9 +182,7 @@ def test_picks_that_reach_no_expert(qwen):
         found = read_signals(qwen, own, scores.ids, signals, 500, "test", False)
     finally:
         layer.router.forward = forward
-    expected = prefill_signals(
-        scores, routing, np.ones_like(phi), ("gate_prob", "router_row_norm"), "token", "gate_prob"
-    )
+    expected = prefill_signals(scores, routing, np.ones_like(phi), ("gate_prob", "router_row_norm"), "token")
     assert (routing.weight == 0).any()
     for name in ("log_fwp_gate_prob", "log_fwp_router_row_norm"):
         np.testing.assert_allclose(found[name], expected[name], rtol=2e-5)
