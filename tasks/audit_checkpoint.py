@@ -18,7 +18,7 @@ from rich.table import Table
 
 from tasks.console import run_step
 from tasks.contracts import InputError, write_json
-from tasks.moe.audit import UNTOUCHED, Audit, Expect, Finding, audit
+from tasks.moe.audit import Audit, Expect, Finding, audit
 from tasks.moe.skeleton_keys import EXPERT, KINDS
 
 VERSION = 1
@@ -74,16 +74,18 @@ def state(found: Finding) -> str:
         return f"! {found.fault.split(':')[0]}"
     if found.wanted and not found.storage.quantized:
         return "! not quantized"
-    if found.kind in UNTOUCHED and found.storage.quantized:
+    if found.stays and found.storage.quantized:
         return "! quantized, should be kept"
     if found.not_finite:
         return "! NaN or infinity"
     if found.same is not None:
         return (
-            "as in the reference"
+            f"{'protected, ' * found.protected}as in the reference"
             if found.same
-            else f"{'! ' * (found.kind in UNTOUCHED)}not as in the reference"
+            else f"{'! ' * found.stays}not as in the reference"
         )
+    if found.protected:
+        return "protected"
     return "quantized" if found.storage.quantized else "kept"
 
 

@@ -147,6 +147,7 @@ class QuantizeInstances(Section):
     method: Literal["hqq", "rtn", "clip_search", "gptq"]
     group_size: Annotated[int, Field(ge=0)]
     symmetric: bool
+    protect: Annotated[int, Field(ge=0)]
     gptq: GptqCalibration
 
     @model_validator(mode="after")
@@ -200,13 +201,24 @@ class CalibrateFwp(Section):
     scorer: str
     damage: Literal["kl", "dnll"]
     scored: Literal["response", "prompt"]
-    strengths: Annotated[list[Literal["gate_prob", "router_row_norm"]], Field(min_length=1)]
+    strengths: Annotated[list[Literal["gate_prob", "router_row_norm", "measured"]], Field(min_length=1)]
     align: Literal["token", "predictor"]
-    strength: Literal["gate_prob", "router_row_norm"]
-    predictor: Literal["ridge", "isotonic", "class_mean"]
+    strength: Literal["gate_prob", "router_row_norm", "measured"]
+    predictor: Literal[
+        "auto",
+        "class_mean",
+        "shrunk_mean",
+        "isotonic",
+        "ridge_length",
+        "ridge_ppl",
+        "ridge_fwp",
+        "ridge",
+        "boosted",
+    ]
     min_tokens: PositiveInt
     folds: Annotated[int, Field(ge=2)]
     bootstrap: PositiveInt
+    splits: Annotated[int, Field(ge=2)]
     seed: int
 
     @model_validator(mode="after")

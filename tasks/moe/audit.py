@@ -7,7 +7,7 @@ compare with a reference. A checkpoint of any size is audited in little memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,9 +46,15 @@ class Finding:
     shape: tuple[int, ...] | None  # [out, in] or [E, out, in], as the model says; None where it does not
     storage: Storage
     wanted: bool  # should be quantized
+    protected: bool  # an expert that the checkpoint declares by name to keep as it was
     not_finite: int  # NaN and infinite values among its scales or floating values
     fault: str  # what is wrong with how it is stored; empty: nothing
     same: bool | None  # bitwise as in the reference; None: not compared
+
+    @property
+    def stays(self) -> bool:
+        """Must be as it was."""
+        return self.kind in UNTOUCHED or self.protected
 
     @property
     def matrices(self) -> int:
@@ -75,7 +81,7 @@ class Audit:
         return {
             "faulty": [found for found in self.findings if found.fault],
             "not finite": [found for found in self.findings if found.not_finite],
-            "touched": [found for found in self.findings if found.kind in UNTOUCHED and _touched(found)],
+            "touched": [found for found in self.findings if found.stays and _touched(found)],
         }[condition]
 
     def problems(self) -> list[str]:
@@ -112,7 +118,9 @@ class Audit:
         if not quantized:
             return "clean, but nothing was expected to be quantized: the model has no routed experts"
         bits = ", ".join(str(width) for width in sorted({found.storage.bits or 0 for found in quantized}))
-        return f"clean: all {_count(quantized)} matrices that should be quantized are, at {bits} bits"
+        kept = _count(found for found in self.findings if found.protected)
+        more = f"; {kept} more are protected, as declared" if kept else ""
+        return f"clean: all {_count(quantized)} matrices that should be quantized are, at {bits} bits{more}"
 
     @property
     def exit_status(self) -> int:
@@ -164,6 +172,7 @@ def _finding_json(found: Finding) -> dict[str, Any]:
         "shape": found.shape,
         "bits": found.storage.bits,
         "group_size": found.storage.group_size,
+        "protected": found.protected or None,
         "fault": found.fault or None,
         "same_as_reference": found.same,
     }
@@ -210,6 +219,11 @@ def audit(folder: Path, reference: Path | None = None, expect: Expect = "experts
         inspector.inspect(base, kind, shape, groups[base])
         for base, kind, shape in track(sorted(items, key=lambda item: item[0]), "auditing", len(items))
     ]
+    if not any(found.kind == EXPERT and found.storage.quantized for found in findings):
+        # Who passes over all experts protects none, whatever its list of what it ignored says.
+        findings = [
+            replace(found, protected=False, wanted=found.kind in inspector.wanted) for found in findings
+        ]
     compared = sum(found.same is not None for found in findings)
     if inspector.original is not None:
         notes.append(f"{compared} floating tensors compared with the reference, bit by bit")
@@ -225,6 +239,7 @@ class Declared:
     bits: int | None = None  # one for all matrices
     layout: str | None = None  # of GPTQ: "gptq" or "gptq_v2"
     symmetric: bool | None = None
+    kept: frozenset[str] = frozenset()  # modules that are named one by one as not quantized
 
 
 def _open(folder: Path) -> tuple[dict[str, StoredTensor], Declared]:
@@ -252,7 +267,11 @@ def _open(folder: Path) -> tuple[dict[str, StoredTensor], Declared]:
         manifest = _read_object(folder / MANIFEST_FILE)
         kind = "symmetric" if manifest.get("symmetric") else "asymmetric"
         words = f"expertpool instance, {manifest.get('method')}, {kind}, {manifest.get('bits')} bits"
-        return headers, Declared(words, model_type, manifest.get("bits"))
+        protected = manifest.get("protected") or []
+        if protected:
+            words += f", {len(protected)} experts protected"
+        kept = frozenset(name for own in protected for name in own["matrices"])
+        return headers, Declared(words, model_type, manifest.get("bits"), kept=kept)
     if not quantization:
         return headers, Declared("no quantization declared", model_type)
     bits = quantization.get("bits") or quantization.get("w_bit")
@@ -265,7 +284,9 @@ def _open(folder: Path) -> tuple[dict[str, StoredTensor], Declared]:
     layout = quantization.get("format") or quantization.get("checkpoint_format")
     words = [quantization.get("quant_method"), layout, f"{bits} bits" if bits else None]
     said = ", ".join(dict.fromkeys(str(word) for word in words if word))
-    return headers, Declared(said, model_type, bits, layout, quantization.get("sym"))
+    ignored = [name for name in quantization.get("ignore") or () if isinstance(name, str)]
+    kept = frozenset(name for name in ignored if not name.startswith("re:"))
+    return headers, Declared(said, model_type, bits, layout, quantization.get("sym"), kept)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -301,12 +322,17 @@ class _Inspector:
             fault = self._zero_points(parts, stored.bits or 0)
         if not fault and stored.quantized and bits and stored.bits != bits:
             fault = f"{stored.bits} bits where {bits} are declared"
+        protected = kind == EXPERT and base in self.declared.kept
+        if not fault and protected and stored.quantized:
+            fault = "quantized, but declared to be protected"
         not_finite = sum(self.files.not_finite(tensor) for tensor in parts.values())
         if "_scales" in parts and parts["_scales"].dtype == "U8":  # powers of two; 255 is their NaN
             not_finite += sum(int((piece == 0xFF).sum()) for piece in self.files.pieces(parts["_scales"]))
-        same = None if stored.quantized or kind == EXPERT else self._same(base, parts)
-        wanted = kind in self.wanted
-        return Finding(base, kind, layer_of(base), shape, stored, wanted, not_finite, fault, same)
+        same = None
+        if not stored.quantized and (kind != EXPERT or protected):
+            same = self._same(base, parts)
+        wanted = kind in self.wanted and not protected
+        return Finding(base, kind, layer_of(base), shape, stored, wanted, protected, not_finite, fault, same)
 
     def _same(self, base: str, parts: Mapping[str, StoredTensor]) -> bool | None:
         part, tensor = next(iter(parts.items()))

@@ -1,7 +1,8 @@
 """An instance on disk: packed routed experts, everything else as the reference stores it, and how both are
 loaded.
 
-model-experts-00001-of-000NN.safetensors   packed experts (tasks/quant/formats.py), one shard per MoE layer
+model-experts-00001-of-000NN.safetensors   packed experts (tasks/quant/formats.py), one shard per MoE layer; those
+                                           that the manifest lists as protected as the reference stores them
 model-rest.safetensors                     every other tensor, the same bytes for every instance of a reference
 manifest.json                              what was counted, and the shards; marks the folder as an instance
 config.json, tokenizer files, generation settings, notices; model.safetensors.index.json where exportable
@@ -10,7 +11,7 @@ config.json, tokenizer files, generation settings, notices; model.safetensors.in
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ from tasks.quant.formats import (
     Entry,
     TensorFile,
     expert_files,
+    plain_name,
     read_packed,
+    read_plain,
 )
 
 MAPPED_BYTES = 2**28
@@ -114,27 +117,57 @@ def load_instance(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
     check_keys(
         folder, missing - fused, {*info["unexpected_keys"], *(fused - missing)}, info["mismatched_keys"]
     )
-    num_bits, shards = read_json(folder / MANIFEST_FILE)["bits"], expert_files(folder)
+    manifest, shards = read_json(folder / MANIFEST_FILE), expert_files(folder)
     if len(shards) != len(layers):
         raise InputError(
             f"{folder}: {len(shards)} shards of experts, but the model of config.json has {len(layers)} MoE layers: "
             "expected one each"
         )
+    protected = protected_experts(manifest)
+    sizes = {layer.layer: layer.num_experts for layer in layers}
+    for number, kept in protected.items():
+        if max(kept) >= sizes.get(number, 0):
+            raise InputError(
+                f"{folder}: {MANIFEST_FILE} protects expert {max(kept)} of layer {number}: expected one of the "
+                f"{sizes.get(number, 0)} experts that the layer has: quantize again"
+            )
     for layer, shard in zip(layers, shards, strict=True):
-        keys = {matrix: layer.keys(matrix) for matrix in layer.matrices()}
+        kept = protected.get(layer.layer, ())
         with safe_open(shard, "pt") as source:
-            known = {f"{key}.{suffix}" for own in keys.values() for key in own for suffix in SUFFIXES}
+            known = {
+                name
+                for matrix in layer.matrices()
+                for expert, key in enumerate(layer.keys(matrix))
+                for name in ([plain_name(key)] if expert in kept else [f"{key}.{part}" for part in SUFFIXES])
+            }
             check_keys(shard, (), set(source.keys()) - known)
             for matrix, view in layer.matrices().items():
-                dequantize_into(view, source, keys[matrix], num_bits)
+                read_experts_into(view, source, layer.keys(matrix), manifest["bits"], kept)
     return model.eval()
 
 
-def dequantize_into(view: torch.Tensor, source: Any, keys: Sequence[str], num_bits: int) -> None:
-    """Fill `view` [E, out, in] with the matrices `keys` of a shard, a few experts at a time."""
-    for first in range(0, len(keys), EXPERTS_AT_ONCE):
-        part = slice(first, first + EXPERTS_AT_ONCE)
-        view[part] = read_packed(source, keys[part], num_bits).dequantize()
+def protected_experts(manifest: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
+    """Layer, as MoELayer counts -> the experts that an instance keeps as the reference stores them."""
+    kept: dict[int, tuple[int, ...]] = {}
+    for own in manifest.get("protected", ()):
+        kept[own["layer"]] = (*kept.get(own["layer"], ()), own["expert"])
+    return kept
+
+
+def read_experts_into(
+    view: torch.Tensor, source: Any, keys: Sequence[str], num_bits: int, protected: Collection[int] = ()
+) -> None:
+    """Fill `view` [E, out, in] with the matrices `keys` of a shard, packed or protected, a few experts at a time.
+
+    Raises InputError naming a tensor that is absent or whose shape disagrees.
+    """
+    packed = [expert for expert in range(len(keys)) if expert not in protected]
+    for first in range(0, len(packed), EXPERTS_AT_ONCE):
+        part = packed[first : first + EXPERTS_AT_ONCE]
+        quantized = read_packed(source, [keys[expert] for expert in part], num_bits)
+        view[part] = quantized.dequantize(view.dtype)
+    for expert in sorted(protected):
+        view[expert] = read_plain(source, keys[expert], tuple(view.shape[1:]))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ number of threads. An encoder-decoder runs whole instead, and its hidden states 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -38,14 +38,31 @@ Inputs = Literal["reference", "quantized"]
 INPUTS: tuple[Inputs, ...] = ("reference", "quantized")
 
 
+@dataclass(frozen=True)
+class Routed:
+    """The real tokens of one batch where they enter a layer's experts."""
+
+    hidden: torch.Tensor  # [n, H]
+    index: torch.Tensor  # [n, k]; a pick outside of 0..E-1 reaches no expert
+    weight: torch.Tensor  # [n, k] routing weights
+    first: torch.Tensor  # [n] bool, True at position 0 of a sequence, or of an encoder-decoder's half
+
+
 class LayerStep:
     """One MoE layer with its weights, valid until the walk goes on or is closed."""
 
-    def __init__(self, layer: MoELayer, measure: Callable[[], HessianSums], inputs: Inputs) -> None:
+    def __init__(self, layer: MoELayer, routed: Callable[[], Iterator[Routed]], inputs: Inputs) -> None:
         self.layer = layer
-        self._measure: Callable[[], HessianSums] | None = measure
+        self._routed: Callable[[], Iterator[Routed]] | None = routed
         self._sums: HessianSums | None = None
         self._replaces = inputs == "quantized"
+
+    def routed(self) -> Iterator[Routed]:
+        """Run the calibration tokens up to the layer's experts, batch by batch; what the experts make of them is not
+        computed. Not after `replace` or `leave`."""
+        if self._routed is None:
+            raise RuntimeError(f"layer {self.layer.layer} was left or replaced: its inputs are gone")
+        return self._routed()
 
     def hessians(self) -> dict[str, Hessians]:
         """ "hidden" [E, H, H] of gate_proj and up_proj, "inner" [E, width, width] of down_proj, tokens [E] of both.
@@ -54,9 +71,9 @@ class LayerStep:
         before `replace`.
         """
         if self._sums is None:
-            if self._measure is None:
+            if self._routed is None:
                 raise RuntimeError(f"layer {self.layer.layer} was left or replaced: its Hessians are gone")
-            self._sums = self._measure()
+            self._sums = sums_of(self.layer, self._routed())
         return self._sums.hessians()
 
     def matrices(self) -> dict[str, torch.Tensor]:
@@ -77,12 +94,20 @@ class LayerStep:
                     f"layer {self.layer.layer}: '{name}' {list(matrix.shape)}: expected one of {known}"
                 )
             if self._replaces:
-                self._measure = None
+                self._routed = None
                 views[name].copy_(matrix)
 
     def leave(self) -> None:
         """Let go of the Hessians, a layer's largest part beside its weights."""
-        self._measure = self._sums = None
+        self._routed = self._sums = None
+
+
+def sums_of(layer: MoELayer, batches: Iterable[Routed]) -> HessianSums:
+    """The Hessians of a layer's experts over these tokens."""
+    sums = HessianSums(layer.experts)
+    for batch in batches:
+        sums.add(batch.hidden, batch.index)
+    return sums
 
 
 def walk_layers(
@@ -122,7 +147,7 @@ def _walk_parts(
     for number in track(range(last + 1), label, last + 1):
         with stream.layer(number) as layer:
             if layer is not None:
-                step = LayerStep(layer, partial(stream.measure, number, layer), inputs)
+                step = LayerStep(layer, partial(stream.routed, number, layer), inputs)
                 yield step
                 step.leave()
             if number < last:
@@ -136,24 +161,24 @@ def _walk_whole(
     model = load_model(folder)
     watch = TokenWatch(model)
 
-    def measure(layer: MoELayer) -> HessianSums:
-        sums = HessianSums(layer.experts)
+    def routed(layer: MoELayer) -> Iterator[Routed]:
+        taken: list[Routed] = []
 
-        def take(hidden: torch.Tensor, index: torch.Tensor, _weight: torch.Tensor) -> torch.Tensor:
-            real = watch.of(len(hidden)).real
-            sums.add(hidden[real], index[real])
+        def take(hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            tokens = watch.of(len(hidden))
+            first = torch.from_numpy(tokens.position == 0)
+            taken.append(Routed(*(part[tokens.real] for part in (hidden, index, weight, first))))
             return torch.zeros_like(hidden)  # only deeper layers see it, and nobody looks at those
 
         layer.experts.install(take)
         try:
             for _ in prefill(model, sequences, batch_tokens, f"{label}: {layer.name}"):
-                pass
+                yield taken.pop()
         finally:
             layer.experts.install(None)
-        return sums
 
     for layer in moe_layers(model):
-        step = LayerStep(layer, partial(measure, layer), inputs)
+        step = LayerStep(layer, partial(routed, layer), inputs)
         yield step
         step.leave()
 
@@ -163,9 +188,10 @@ class _Pass:
     """One batch on its way through one layer."""
 
     real: torch.Tensor  # [B * S] bool
+    first: torch.Tensor  # [B * S] bool
     hidden: torch.Tensor | None  # [B, S, H] to put in; None: what the embedding makes
     out: torch.Tensor | None = None  # [B, S, H] after the layer
-    routed: tuple[torch.Tensor, torch.Tensor] | None = None  # real tokens [n, H] at the experts, index [n, k]
+    routed: Routed | None = None
 
 
 _PASS: ContextVar[_Pass] = ContextVar("batch on its way through a layer")
@@ -181,7 +207,7 @@ class HiddenStream:
         self._prefix = f"{self.partial.model.base_model_prefix}."
         lengths = [len(sequence) for sequence in sequences]
         self.batches = plan_batches(lengths, batch_tokens)
-        self._ids, self._real = [], []
+        self._ids, self._real, self._first = [], [], []
         for rows in self.batches:
             ids = torch.zeros(len(rows), lengths[rows[0]], dtype=torch.int64)
             real = torch.zeros(ids.shape, dtype=torch.bool)
@@ -190,6 +216,7 @@ class HiddenStream:
                 real[place, : lengths[row]] = True
             self._ids.append(ids)
             self._real.append(real.view(-1))
+            self._first.append((torch.arange(ids.shape[1]) == 0).repeat(len(rows)))
         for layer in self._decoder.layers:
             layer.forward = _pass_through
         self.hidden: list[torch.Tensor | None] = [None] * len(self.batches)  # [B, S, H] each
@@ -220,12 +247,15 @@ class HiddenStream:
             self.partial.free(module)
 
     def measure(self, number: int, layer: MoELayer) -> HessianSums:
-        """Hessians of the layer's experts at these hidden states; the experts' outputs are not computed."""
-        sums = HessianSums(layer.experts)
+        """Hessians of the layer's experts at these hidden states."""
+        return sums_of(layer, self.routed(number, layer))
 
-        def take(hidden: torch.Tensor, index: torch.Tensor, _weight: torch.Tensor) -> torch.Tensor:
+    def routed(self, number: int, layer: MoELayer) -> Iterator[Routed]:
+        """Every batch where it enters the layer's experts; their outputs are not computed."""
+
+        def take(hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             batch = _PASS.get()
-            batch.routed = hidden[batch.real], index[batch.real]
+            batch.routed = Routed(*(part[batch.real] for part in (hidden, index, weight, batch.first)))
             return torch.zeros_like(hidden)
 
         layer.experts.install(take)
@@ -233,10 +263,9 @@ class HiddenStream:
             for batch in self._passes(number):
                 if batch.routed is None:
                     raise RuntimeError(f"layer {number} ran without entering its experts")
-                sums.add(*batch.routed)
+                yield batch.routed
         finally:
             layer.experts.install(None)
-        return sums
 
     def advance(self, number: int) -> None:
         """Move every batch's hidden states through decoder layer `number`."""
@@ -252,7 +281,7 @@ class HiddenStream:
         ]
 
         def run(place: int) -> _Pass:
-            batch = _Pass(self._real[place], self.hidden[place])
+            batch = _Pass(self._real[place], self._first[place], self.hidden[place])
             token = _PASS.set(batch)
             try:
                 with torch.inference_mode():

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from tasks.moe.fragile import Fragile
 from tasks.moe.registry import moe_layers
 
 
@@ -24,6 +25,7 @@ def expert_counts(model: PreTrainedModel, counts: Sequence[dict[str, Any]]) -> d
     if (found["matrices"], found["parameters"]) != expected:
         raise RuntimeError(f"quantized (matrices, parameters) {found}, expected {expected}")
     error, total = (sum(own[key] for own in counts) for key in ("error", "total"))
+    # Protected experts count like all others, with the bytes that they take in the reference's type and no error.
     return {
         "layers": len(layers),
         "blocks": sum(layer.num_experts for layer in layers),
@@ -33,6 +35,34 @@ def expert_counts(model: PreTrainedModel, counts: Sequence[dict[str, Any]]) -> d
         "ideal_expert_bytes": found["ideal_bytes"],
         "stored_bits": 8 * found["stored_bytes"] / found["parameters"],
         "relative_error": (error / total) ** 0.5 if total else 0.0,  # Frobenius, over all experts
+    }
+
+
+def protected_counts(
+    fragile: Sequence[Fragile], model: PreTrainedModel, counts: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """The experts that stay as the reference stores them, most fragile first; raises RuntimeError unless the shards
+    hold exactly these."""
+    layers = moe_layers(model)
+    held = [(place, expert) for place, own in enumerate(counts) for expert in own.get("protected", ())]
+    if held != sorted((own.place, own.expert) for own in fragile):
+        raise RuntimeError(f"protected (place, expert) {held}, expected {fragile}")
+    rows = []
+    for own in fragile:
+        layer, shard = layers[own.place], counts[own.place]
+        rows.append({
+            "layer": layer.layer,
+            "expert": own.expert,
+            "matrices": [layer.key(own.expert, matrix) for matrix in layer.matrices()],
+            "output_error": own.error,
+            "output_error_without_first": own.error_without_first,
+            "size_bytes": shard["protected_bytes"] // len(shard["protected"]),
+        })  # fmt: skip
+    return {
+        "protect": len(rows),
+        "protected": rows,
+        "protected_matrices": sum(len(row["matrices"]) for row in rows),
+        "protected_bytes": sum(row["size_bytes"] for row in rows),
     }
 
 

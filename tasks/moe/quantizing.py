@@ -18,16 +18,16 @@ from safetensors import safe_open
 
 from tasks.console import track
 from tasks.contracts import ResumableError
-from tasks.moe.instance import dequantize_into
+from tasks.moe.instance import read_experts_into
 from tasks.moe.layerwise import walk_layers
-from tasks.moe.shards import Packed, Settings, Shards, Unit, quantize_unit, units, write_hessians
+from tasks.moe.shards import Packed, Settings, Shards, Unit, quantize_unit, write_hessians
 
 Spread = Callable[[Callable[[Unit], Packed], Iterable[Unit]], Iterator[Packed]]
 
 
 @dataclass(frozen=True)
 class CalibratedWalk:
-    """What a method that needs Hessians sees of the calibration tokens."""
+    """What sees the calibration tokens: a method that needs Hessians, and the search for fragile experts."""
 
     sequences: Sequence[Sequence[int]]  # token ids
     batch_tokens: int  # of one forward pass, padding included
@@ -41,7 +41,7 @@ def write_shards(shards: Shards, reference: Path, settings: Settings, spread: Sp
     Raises InputError for weights that are not finite, and as `quantize` does.
     """
     missing = [place for place in range(len(shards.layers)) if not shards.finished(place)]
-    pieces = [list(units(reference, shards.layers[place], settings)) for place in missing]
+    pieces = [list(shards.units(reference, place, settings)) for place in missing]
     packed = spread(quantize_unit, chain.from_iterable(pieces))
     places = track(missing, f"W{settings.grid.num_bits} {settings.method}", len(missing))
     for place, own in zip(places, pieces, strict=True):
@@ -59,7 +59,7 @@ def write_calibrated_shards(
     places = range(len(shards.layers))
     blocks = sum(layer.experts for layer in shards.layers)
     fallbacks = sum(shards.counts(place)["tokens"].count(0) for place in places if shards.finished(place))
-    _check_fallbacks(fallbacks, blocks, walk.max_fallback_share)
+    check_fallbacks(fallbacks, blocks, walk.max_fallback_share)
     if all(map(shards.finished, places)):
         return
     label = f"W{settings.grid.num_bits} {settings.method}"
@@ -71,22 +71,23 @@ def write_calibrated_shards(
             hessians = step.hessians()
             tokens = hessians["hidden"].tokens
             fallbacks += int((tokens == 0).sum())
-            _check_fallbacks(fallbacks, blocks, walk.max_fallback_share)
+            check_fallbacks(fallbacks, blocks, walk.max_fallback_share)
             path = shards.folder / "hessians.safetensors"
             write_hessians(path, hessians)
             del hessians
             step.leave()  # the units read the file
-            shards.write(place, spread(quantize_unit, units(reference, layer, settings, path)), tokens)
+            shards.write(place, spread(quantize_unit, shards.units(reference, place, settings, path)), tokens)
             path.unlink()
         if walk.inputs == "quantized":
             with safe_open(shards.path(place), "pt") as source:
                 for matrix in layer.matrices:
-                    weights = torch.empty(matrix.shape)
-                    dequantize_into(weights, source, matrix.keys, settings.grid.num_bits)
+                    weights, kept = torch.empty(matrix.shape), shards.protected(place)
+                    read_experts_into(weights, source, matrix.keys, settings.grid.num_bits, kept)
                     step.replace({matrix.name: weights})
 
 
-def _check_fallbacks(fallbacks: int, blocks: int, limit: float) -> None:
+def check_fallbacks(fallbacks: int, blocks: int, limit: float) -> None:
+    """Raise ResumableError when more than `limit` of the `blocks` experts get no token."""
     if fallbacks > limit * blocks:
         raise ResumableError(
             f"at least {fallbacks} of the model's {blocks} experts get no calibration token and would share their "
@@ -95,7 +96,7 @@ def _check_fallbacks(fallbacks: int, blocks: int, limit: float) -> None:
         )
 
 
-def digest_of(reference: Path, settings: Settings, walk: CalibratedWalk | None) -> str:
+def digest_of(reference: Path, settings: Settings, walk: CalibratedWalk | None, protect: int = 0) -> str:
     """sha256 over everything that a shard's bytes depend on: settings, tokens, code and, by size and time, the
     reference."""
     here = Path(__file__).parent
@@ -103,6 +104,7 @@ def digest_of(reference: Path, settings: Settings, walk: CalibratedWalk | None) 
     stats = [(path, path.stat()) for path in sorted(reference.glob("*.safetensors"))]
     everything = {
         "settings": asdict(settings),
+        "protect": protect,
         "walk": None if walk is None else [walk.sequences, walk.batch_tokens, walk.inputs],
         "reference": [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats],
         "config": (reference / "config.json").read_text(encoding="utf-8"),

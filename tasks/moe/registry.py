@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tasks.contracts import InputError
 from tasks.moe.family import Family, Fused, MoELayer, plain_head
+from tasks.moe.modules import ModuleExperts
 from tasks.moe.native.family import DEEPSEEK, LLAMA_MOE  # importing it also registers the native classes
 from tasks.moe.switch import SWITCH
 
@@ -109,6 +110,12 @@ def moe_layers(model: PreTrainedModel) -> list[MoELayer]:
             "expected at least one layer with routed experts"
         )
     return found
+
+
+def keeps_experts_apart(model: PreTrainedModel) -> bool:
+    """Whether transformers keeps every routed expert as a module of its own, so that it loads each in its own format;
+    where it fuses a layer's experts into one parameter, all must be stored alike."""
+    return all(isinstance(layer.experts, ModuleExperts) for layer in moe_layers(model))
 
 
 def _below(module: Any, path: str) -> Any:

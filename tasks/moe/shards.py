@@ -3,6 +3,9 @@
 A unit is computed by whoever runs it (`tasks/parallel.py`): it reads its own weights, and its Hessians, from files
 and gives back packed tensors. The driver writes a layer's units into the layer's shard. Neither ever holds more
 than EXPERTS_PER_UNIT experts of a layer for each unit in flight.
+
+A protected expert's matrices stand in the shard as the reference stores them, `<key>.weight` [out, in] in its type, in
+place of the packed tensors; every other expert's tensors are those that they would be without it.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,15 @@ from safetensors.torch import load, save
 
 from tasks.contracts import InputError, ResumableError, read_json, replacing_file, write_json
 from tasks.moe.stored_experts import StoredLayer, StoredMatrix
-from tasks.quant.formats import Entry, TensorFile, experts_file, file_sha256, packed_entries, packed_tensors
+from tasks.quant.formats import (
+    Entry,
+    TensorFile,
+    experts_file,
+    file_sha256,
+    packed_entries,
+    packed_tensors,
+    plain_name,
+)
 from tasks.quant.gptq import Gptq
 from tasks.quant.grid import Grid, QuantizedMatrix, scale_dtype
 from tasks.quant.hessian import Hessians
@@ -49,6 +59,7 @@ class Unit:
     first: int  # expert
     settings: Settings
     hessians: Path | None  # of the layer, as `write_hessians` wrote them
+    protected: tuple[int, ...] = ()  # of the layer: experts that stay as they are
 
     @property
     def experts(self) -> slice:
@@ -59,23 +70,30 @@ class Unit:
 class Packed:
     """A quantized unit."""
 
-    tensors: bytes  # `packed_tensors` of all its matrices, as a safetensors file
-    error: float  # squared Frobenius norm of weights - dequantized
+    tensors: (
+        bytes  # `packed_tensors` of all its matrices, as a safetensors file; weights of protected experts
+    )
+    error: float  # squared Frobenius norm of weights - dequantized, without protected experts
     total: float  # of weights
     damped: int  # expert matrices whose Hessian took more damping than was asked for
 
 
 def units(
-    folder: Path, layer: StoredLayer, settings: Settings, hessians: Path | None = None
+    folder: Path,
+    layer: StoredLayer,
+    settings: Settings,
+    hessians: Path | None = None,
+    protected: tuple[int, ...] = (),
 ) -> Iterator[Unit]:
     """The pieces of a layer, in order."""
     for first in range(0, layer.experts, EXPERTS_PER_UNIT):
-        yield Unit(folder, layer, first, settings, hessians)
+        yield Unit(folder, layer, first, settings, hessians, protected)
 
 
 def quantize_unit(unit: Unit) -> Packed:
     """Read, quantize and pack. Raises InputError for weights that are not finite and as `quantize` does."""
     settings, experts = unit.settings, unit.experts
+    kept = [expert - unit.first for expert in unit.protected if experts.start <= expert < experts.stop]
     tensors: dict[str, torch.Tensor] = {}
     error = total = 0.0
     damped = 0
@@ -86,16 +104,23 @@ def quantize_unit(unit: Unit) -> Packed:
             hessians = read_hessians(unit.hessians, _inputs(together[0]), experts)
         name = together[0].keys[unit.first]
         quantized = quantize(settings.method, weights, settings.grid, name, hessians, settings.gptq)
-        own_error, own_total = relative_error_parts(weights, quantized)
+        own_error, own_total = relative_error_parts(weights, quantized, kept)
         error, total = error + own_error, total + own_total
         if quantized.damping is not None:
             more = quantized.damping > settings.gptq.damping * (1 + 1e-6)  # stored as float32
+            more[kept] = False
             damped += int(more.sum()) * len(together)
         start = 0
         for matrix in together:
-            part = _rows(quantized, slice(start, start + matrix.shape[1]))
-            tensors.update(packed_tensors(part, matrix.keys[experts]))
-            start += matrix.shape[1]
+            rows, keys = slice(start, start + matrix.shape[1]), matrix.keys[experts]
+            own = packed_tensors(_rows(quantized, rows), keys)
+            for expert in kept:
+                own = {
+                    name: tensor for name, tensor in own.items() if name.rpartition(".")[0] != keys[expert]
+                }
+                own[plain_name(keys[expert])] = weights[expert, rows]
+            tensors.update(own)
+            start = rows.stop
     return Packed(save({name: tensor.contiguous() for name, tensor in tensors.items()}), error, total, damped)
 
 
@@ -150,19 +175,39 @@ class Shards:
     """A folder of finished shards. Each has a sidecar `<shard>.json` that tells what was counted and is written last:
     a shard with one is whole."""
 
-    def __init__(self, folder: Path, layers: Sequence[StoredLayer], grid: Grid) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layers: Sequence[StoredLayer],
+        grid: Grid,
+        protected: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        """`protected`: place among the MoE layers -> experts that stay as the reference stores them."""
         self.folder, self.layers, self.grid = folder, layers, grid
+        self._protected = protected or {}
+
+    def protected(self, place: int) -> tuple[int, ...]:
+        """Experts of the layer at `place` that stay as they are."""
+        return self._protected.get(place, ())
+
+    def units(
+        self, reference: Path, place: int, settings: Settings, hessians: Path | None = None
+    ) -> Iterator[Unit]:
+        """The pieces of the layer at `place`, in order."""
+        return units(reference, self.layers[place], settings, hessians, self.protected(place))
 
     def path(self, place: int) -> Path:
         return self.folder / experts_file(place + 1, len(self.layers))
 
     def entries(self, place: int) -> dict[str, Entry]:
         """Names, dtypes and shapes of a shard's tensors."""
-        found = [
-            packed_entries(matrix.keys, matrix.shape[1:], self.grid, scale_dtype(matrix.dtype))
-            for matrix in self.layers[place].matrices
-        ]
-        return dict(chain.from_iterable(entries.items() for entries in found))
+        kept, entries = self.protected(place), {}
+        for matrix in self.layers[place].matrices:
+            packed = [key for expert, key in enumerate(matrix.keys) if expert not in kept]
+            entries |= packed_entries(packed, matrix.shape[1:], self.grid, scale_dtype(matrix.dtype))
+            for expert in kept:
+                entries[plain_name(matrix.keys[expert])] = (matrix.dtype, matrix.shape[1:])
+        return entries
 
     def finished(self, place: int) -> bool:
         return self._counts(place).is_file()
@@ -188,6 +233,11 @@ class Shards:
                     error, total, damped = error + unit.error, total + unit.total, damped + unit.damped
             sha256 = file_sha256(temporary)
         shapes = [matrix.shape for matrix in layer.matrices]
+        kept = self.protected(place)
+        plain = sum(
+            len(kept) * torch.Size(matrix.shape[1:]).numel() * matrix.dtype.itemsize
+            for matrix in layer.matrices
+        )
         counts: dict[str, Any] = {
             "layer": layer.layer,
             "file": path.name,
@@ -196,10 +246,13 @@ class Shards:
             "matrices": sum(shape[0] for shape in shapes),
             "parameters": sum(torch.Size(shape).numel() for shape in shapes),
             "stored_bytes": stored,
-            "ideal_bytes": sum(ideal_bytes(shape, self.grid) for shape in shapes),
+            "ideal_bytes": plain
+            + sum(ideal_bytes((shape[0] - len(kept), *shape[1:]), self.grid) for shape in shapes),
             "error": error,
             "total": total,
         }
+        if kept:
+            counts |= {"protected": list(kept), "protected_bytes": plain}
         if tokens is not None:
             counts |= {"tokens": tokens.tolist(), "damped": damped}
         write_json(self._counts(place), counts, digits=17)

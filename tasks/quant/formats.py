@@ -9,6 +9,8 @@ A matrix `model.layers.1.mlp.experts.0.gate_proj` becomes
     .weight_zero_point  [out, G] float16, on an asymmetric grid only; engines of the format ignore it, so such
     files
                         are not for export
+
+and one that is protected, which no codes are made of, into `.weight` [out, in] in the reference's own type.
 """
 
 from __future__ import annotations
@@ -110,6 +112,11 @@ class TensorFile:
             raise RuntimeError(f"{len(self._waiting)} tensors were never written, first {min(self._waiting)}")
 
 
+def plain_name(key: str) -> str:
+    """The tensor of a matrix that is not packed."""
+    return f"{key}.weight"
+
+
 def packed_entries(
     keys: Sequence[str], shape: tuple[int, int], grid: Grid, scale: torch.dtype = torch.float16
 ) -> dict[str, Entry]:
@@ -171,9 +178,21 @@ def read_packed(source: Any, keys: Sequence[str], num_bits: int) -> QuantizedMat
     return QuantizedMatrix(grid, unpack(words, num_bits, width), scale, zero_point)
 
 
-def quantization_config(grid: Grid, target: str) -> dict[str, Any]:
+def read_plain(source: Any, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A matrix [out, in] that is not packed; raises InputError as `read_packed` does."""
+    name = plain_name(key)
+    try:
+        weight = source.get_tensor(name)
+    except SafetensorError as error:
+        raise InputError(f"protected experts: {name}: {error}") from None
+    if tuple(weight.shape) != shape:
+        raise InputError(f"{name} is {list(weight.shape)}, expected {list(shape)}")
+    return weight
+
+
+def quantization_config(grid: Grid, target: str, kept: Sequence[str] = ()) -> dict[str, Any]:
     """config.json's `quantization_config` of a symmetric instance; `target` is a regular expression for its
-    matrices."""
+    matrices, `kept` are the module paths of those that are not packed."""
     if not grid.symmetric:
         raise ValueError("only symmetric grids can be exported")
     strategy = (
@@ -184,7 +203,7 @@ def quantization_config(grid: Grid, target: str) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *kept],
         "config_groups": {"experts": {"targets": [f"re:{target}"], "weights": weights}},
     }
 
