@@ -1,13 +1,15 @@
 """A reference that runs with some experts' weights taken from an instance, and with routes held fixed.
 
 The instance's model lies beside the reference's; nothing is copied or written, so swaps cost no memory and
-leave no trace. Both models must be decoder-only and loaded in one dtype.
+leave no trace. Both models must be decoder-only and loaded in one dtype. A swap changes nothing below its
+layer: a pass may keep what enters its MoE layers, and later passes over the same tokens begin there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,18 +17,22 @@ from transformers import PreTrainedModel
 
 from tasks.contracts import InputError
 from tasks.moe.experts import Experts, run_experts
-from tasks.moe.registry import MoELayer, moe_layers
+from tasks.moe.registry import MoELayer, family_of, moe_layers
 from tasks.moe.tokens import TokenWatch
 
 # [L] x the calls of each MoE layer in order: index [T, k] and weight [T, k] in the model's dtype, so that a
 # replay is the recorded pass to the bit.
 Routes = list[list[tuple[torch.Tensor, torch.Tensor]]]
+# Place of a MoE layer among them -> in each pass, the output of the decoder layer before its own, as the family
+# has it (a tensor or a tuple). A model's first decoder layer has none.
+Inputs = dict[int, list[Any]]
 
 
 class SwappableModel:
     """A reference and an instance of it, layer beside layer.
 
-    Raises InputError unless they are decoder-only models of the same MoE layers.
+    Raises InputError unless they are decoder-only models of the same MoE layers in one dtype, and equal but
+    for the experts' matrices.
     """
 
     def __init__(self, reference: PreTrainedModel, instance: PreTrainedModel) -> None:
@@ -44,6 +50,21 @@ class SwappableModel:
                 f"{shapes[1]} in {instance.dtype}, expected {shapes[0]} in {reference.dtype}; build it from "
                 "this reference and load both in one dtype"
             )
+        if changed := _changed(reference, instance, self.layers):
+            raise InputError(
+                f"the instance is not one of this reference: '{changed}' differs; expected everything but the "
+                "experts' matrices as it is in the reference: quantize this reference again"
+            )
+        self._stack: Any = reference.get_submodule(family_of(reference.config).blocks[0].partition(".{}.")[0])
+
+    @property
+    def depth(self) -> int:
+        """Decoder layers, dense ones counted."""
+        return len(self._stack)
+
+    def work(self, place: int) -> int:
+        """Decoder layers that a pass computes which resumes at MoE layer `place`."""
+        return self.depth - self.layers[place].layer
 
     @property
     def size(self) -> tuple[int, int]:
@@ -79,6 +100,54 @@ class SwappableModel:
                 experts.install(None)
             if watch is not None:
                 watch.remove()
+
+    @contextmanager
+    def keeping(self, places: Iterable[int]) -> Iterator[Inputs]:
+        """Keep what enters the MoE layers `places` in the passes inside: [T, H] values a layer and pass."""
+        inputs: Inputs = {place: [] for place in places if self.layers[place].layer > 0}
+        handles = [
+            self._stack[self.layers[place].layer - 1].register_forward_hook(_keeper(outputs))
+            for place, outputs in inputs.items()
+        ]
+        try:
+            yield inputs
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def resuming(self, place: int, inputs: Inputs) -> Iterator[None]:
+        """Inside, no decoder layer below MoE layer `place` computes: the passes, those in which `inputs` were
+        kept and in their order, go on from there. Raises RuntimeError on more passes than were kept."""
+        below = _Below(inputs[place])
+        skipped = list(self._stack[: self.layers[place].layer])
+        try:
+            for number, layer in enumerate(skipped):
+                layer.forward = below.first if number == 0 else below.other
+            yield
+        finally:
+            for layer in skipped:
+                vars(layer).pop("forward", None)
+
+
+def _keeper(outputs: list[Any]) -> Any:
+    return lambda _module, _inputs, output: outputs.append(output)
+
+
+class _Below:
+    """Runs in place of the decoder layers that a pass skips: each hands on what the last of them gave."""
+
+    def __init__(self, outputs: list[Any]) -> None:
+        self._outputs, self._calls = outputs, 0
+
+    def first(self, *_args: Any, **_options: Any) -> Any:
+        if self._calls == len(self._outputs):
+            raise RuntimeError(f"pass {self._calls} resumes where only {self._calls} passes were kept")
+        self._calls += 1
+        return self.other()
+
+    def other(self, *_args: Any, **_options: Any) -> Any:
+        return self._outputs[self._calls - 1]
 
 
 class _Mixed:
@@ -128,3 +197,13 @@ class _Layer:
 
 def _shape(layer: MoELayer) -> tuple[int, int, int]:
     return layer.layer, layer.num_experts, layer.matrices()["down_proj"].shape[2]
+
+
+def _changed(reference: PreTrainedModel, instance: PreTrainedModel, layers: Sequence[MoELayer]) -> str | None:
+    """The first parameter or buffer, the experts' matrices aside, that an instance does not have alike."""
+    matrices = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
+    others = dict([*instance.named_parameters(), *instance.named_buffers()])
+    for name, own in [*reference.named_parameters(), *reference.named_buffers()]:
+        if id(own) not in matrices and (name not in others or not torch.equal(own, others[name])):
+            return name
+    return None

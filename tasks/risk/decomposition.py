@@ -95,12 +95,14 @@ def swap_terms(loss: Loss, blocks: int, pairs: int | None = None, seed: int = 0)
     if apart > REPLAY_NOISE * (1 + float(np.abs(reference).max())):
         raise RuntimeError(f"frozen routes alone change a loss by {apart} nats: they are not the reference's")
     instance, held = _asked(loss, everything, "free"), _asked(loss, everything, "frozen")
-    singles = track(range(blocks), "swap blocks", blocks)
-    alone = np.stack([_asked(loss, frozenset([block]), "frozen") for block in singles])
-    second = [
-        _asked(loss, frozenset(pair), "frozen") - alone[list(pair)].sum(axis=0) + frozen
-        for pair in track(chosen, "swap pairs of blocks", len(chosen))
-    ]
+    # The pairs of a block right after it: a `loss` may resume a pair's pass from that of its lower block.
+    order = [(block,) for block in range(blocks)] + chosen
+    asked = {
+        own: _asked(loss, frozenset(own), "frozen")
+        for own in track(sorted(order), "swap blocks and pairs", len(order))
+    }
+    alone = np.stack([asked[(block,)] for block in range(blocks)])
+    second = [asked[pair] - alone[list(pair)].sum(axis=0) + frozen for pair in chosen]
     return SwapTerms(
         total=instance - reference,
         route_change=instance - held,

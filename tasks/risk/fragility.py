@@ -1,7 +1,7 @@
 """Fragility phi[l, e] of every routed expert under an instance: its damage per unit of routing weight.
 
     swap             exact: sum_r single[b](r) / sum_r A[b](r) of tasks/risk/decomposition.py   nats
-    taylor           from one pass of the reference and its gradients (`taylor_sums`)           nats
+    taylor           from one pass of the reference and its gradients (`estimate_sums`)         nats
     output_error     mean norm of the expert's output error, by routing weight                  no unit
     router_row_norm  norm of the expert's router row over its layer's mean                      no unit
 
@@ -12,7 +12,8 @@ estimate comes with that token and without it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tasks.console import track
+from tasks.contracts import InputError
 from tasks.moe.experts import Entered, Experts, run_experts
 from tasks.moe.frozen import SwappableModel
 from tasks.moe.registry import family_of, moe_layers
@@ -29,72 +31,119 @@ from tasks.risk.holdout import spearman
 from tasks.risk.scoring import Requests
 from tasks.risk.swaps import SwapLosses
 
-ESTIMATORS = ("taylor", "output_error", "router_row_norm")  # judged against swap
-
 
 @dataclass(frozen=True)
 class Cost:
     """Tokens through the whole model."""
 
-    forward_tokens: int = 0
-    backward_tokens: int = 0
+    forward_tokens: float = 0
+    backward_tokens: float = 0
 
 
 @dataclass(frozen=True)
-class Fragility:
-    """One estimate [L, E] and what it cost; NaN where an expert has no token."""
+class Estimate:
+    """One fragility [L, E] and what it cost; NaN where an expert has no token."""
 
     phi: np.ndarray
     cost: Cost = field(default_factory=Cost)
 
 
-def swap_fragility(losses: SwapLosses, layers: int, damage: str = "dnll") -> Fragility:
-    """phi by one pass per expert over the requests of `losses`, whose level must be "expert"."""
+def swap_fragility(losses: SwapLosses, layers: Sequence[int], damage: str) -> Estimate:
+    """phi [L, E] by one run per expert of the MoE layers `layers`, NaN in the others; the level of `losses`
+    must be "expert". The cost is that of these runs and of the reference's."""
     if losses.level != "expert":
         raise ValueError(f"the losses' blocks are at level '{losses.level}', expected 'expert'")
     loss, affinity = losses.loss(damage), losses.affinity().sum(axis=1)
-    before = loss(frozenset(), "free")
-    blocks = track(range(len(losses.blocks)), "swap experts", len(losses.blocks))
-    single = np.array([float((loss(frozenset([block]), "frozen") - before).sum()) for block in blocks])
-    phi = _per_weight(single, affinity)
-    passes = 1 + len(losses.blocks)  # the reference's, and one for each expert
-    return Fragility(phi.reshape(layers, -1), Cost(passes * sum(map(len, losses.sequences))))
+    before, paid = loss(frozenset(), "free"), losses.forward_tokens
+    places = np.array([layer for layer, _ in losses.blocks])
+    single = np.full(len(losses.blocks), np.nan)
+    chosen = np.flatnonzero(np.isin(places, layers)).tolist()
+    for block in track(chosen, "swap experts", len(chosen)):
+        single[block] = float((loss(frozenset([block]), "frozen") - before).sum())
+    cost = losses.forward_tokens - paid + sum(map(len, losses.sequences))
+    return Estimate(_per_weight(single, affinity).reshape(int(places.max()) + 1, -1), Cost(cost))
 
 
 @dataclass(frozen=True)
-class TaylorSums:
-    """What one pass over the requests and its gradients tell of every expert: [2, L, E], position 0 first
-    counted, then not."""
+class Differentiated:
+    """One request's pass through the reference, differentiated at the outputs of its MoE layers: n tokens that
+    predict something."""
+
+    entered: list[Entered]  # [L] hidden [n, H], index and weight [n, k]
+    loss: list[torch.Tensor]  # [L] x [n, H] gradient of the mean loss
+    drawn: list[list[torch.Tensor]]  # [probes] [L] x [n, H] gradients for drawn labels and signs
+    scored: int
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What every instance's Taylor estimate needs of the reference: 2 + probes arrays [T, L, H] in its dtype,
+    on its device."""
+
+    passes: list[Differentiated]
+    cost: Cost
+
+
+def reference_gradients(
+    reference: PreTrainedModel, requests: Requests, probes: int = 1, seed: int = 0
+) -> Gradients:
+    """One forward pass over the requests and 1 + `probes` backward passes; see `estimate_sums`.
+
+    Raises InputError on a loss that is no number, ValueError without a probe.
+    """
+    if probes < 1:
+        raise ValueError(f"probes is {probes}, expected 1 or more")
+    generator = torch.Generator().manual_seed(seed)
+    pairs = list(zip(requests.sequences, requests.prompt_length.tolist(), strict=True))
+    tokens = sum(map(len, requests.sequences))
+    passes = []
+    for (sequence, prompt), name in zip(track(pairs, "gradients", len(pairs)), requests.ids, strict=True):
+        run = _Pass(reference, sequence, max(prompt - 1, 1))
+        if not bool(torch.isfinite(run.probability).all()):
+            raise InputError(
+                f"the reference's loss of sequence '{name}' is not a finite number; the checkpoint is broken"
+            )
+        passes.append(run.differentiated(probes, generator))
+    return Gradients(passes, Cost(tokens, tokens * (1 + probes)))
+
+
+@dataclass(frozen=True)
+class EstimateSums:
+    """What requests tell of every expert under one instance: [2, L, E], position 0 first counted, then not."""
 
     linear: np.ndarray  # nats, summed over requests
     square: np.ndarray
     error: np.ndarray  # sum over tokens of weight x norm of the output error
     weight: np.ndarray  # sum over tokens of the routing weight
     affinity: np.ndarray  # sum over requests of A
-    cost: Cost
+    requests: int
 
-    def taylor(self, damage: str, first: bool) -> Fragility:
-        """linear + square for "dnll"; for "kl", whose gradient is zero at the reference, the square alone."""
+    def __add__(self, other: EstimateSums) -> EstimateSums:
+        names = [own.name for own in fields(self)]
+        return EstimateSums(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def nats(self, damage: str, first: bool = True) -> np.ndarray:
+        """[L, E] the estimated sum over requests of single[b]: linear + square for "dnll"; for "kl", whose
+        gradient is zero at the reference, the square alone."""
         if damage not in DAMAGES:
             raise ValueError(f"damage is '{damage}', expected one of {DAMAGES}")
-        nats = self.square + (self.linear if damage == "dnll" else 0.0)
+        return (self.square + (self.linear if damage == "dnll" else 0.0))[0 if first else 1]
+
+    def taylor(self, damage: str, first: bool = True) -> np.ndarray:
+        """phi [L, E] nats per unit of routing weight, NaN without a token."""
+        return _per_weight(self.nats(damage, first), self.affinity[0 if first else 1])
+
+    def output_error(self, first: bool = True) -> np.ndarray:
+        """phi [L, E], NaN without a token; needs no gradient, only what enters the experts."""
         row = 0 if first else 1
-        return Fragility(_per_weight(nats[row], self.affinity[row]), self.cost)
-
-    def output_error(self, first: bool) -> Fragility:
-        """Needs no gradient: its cost is the forward pass alone."""
-        row = 0 if first else 1
-        return Fragility(_per_weight(self.error[row], self.weight[row]), Cost(self.cost.forward_tokens))
+        return _per_weight(self.error[row], self.weight[row])
 
 
-def taylor_sums(
-    reference: PreTrainedModel,
-    instance: PreTrainedModel,
-    requests: Requests,
-    probes: int = 1,
-    seed: int = 0,
-) -> TaylorSums:
-    """Second-order estimates of single[b], the rise of the mean response loss when one expert is swapped.
+def estimate_sums(
+    gradients: Sequence[Differentiated], reference: PreTrainedModel, instance: PreTrainedModel
+) -> EstimateSums:
+    """Second-order estimates of single[b], the rise of the mean response loss when one expert is swapped, and
+    the sizes of output errors. Computes both models' experts on their tokens, and no pass.
 
     With d(t) = routing weight x (the instance's output - the reference's output) of an expert on token t,
     and the gradient taken at the output of its MoE layer, routes frozen:
@@ -102,44 +151,39 @@ def taylor_sums(
         square = 1/(2n) (sum_t <grad of sum_s sign(s) NLL(y_s), d(t)>)^2,
     the Gauss-Newton term: labels y_s drawn from the reference's own distribution and random signs make its
     mean over draws the quadratic form of the softmax's Fisher matrix, which is the Hessian of the loss but
-    for the network's own curvature (Martens 2020, arXiv:1412.1193, section 9). `probes` draws a request; one
-    is noisy for a request and averages out over many. Cost: one forward pass, 1 + probes backward passes.
+    for the network's own curvature (Martens 2020, arXiv:1412.1193, section 9). One draw is noisy for a
+    request and averages out over many.
     """
     models = SwappableModel(reference, instance)
     layers, experts = models.size
-    if probes < 1:
-        raise ValueError(f"probes is {probes}, expected 1 or more")
     sums = np.zeros((5, 2, layers, experts))  # linear, square, error, weight, affinity
-    generator = torch.Generator().manual_seed(seed)
-    tokens = 0
-    pairs = list(zip(requests.sequences, requests.prompt_length.tolist(), strict=True))
-    for sequence, prompt in track(pairs, "taylor", len(pairs)):
-        run = _Differentiated(models, sequence, max(prompt - 1, 1))
-        tokens += len(sequence)
-        draws = [run.drawn(generator) for _ in range(probes)]
+    for run in track(gradients, "fragility", len(gradients)):
         for layer in range(layers):
-            sums[:, :, layer] += run.sums(layer, draws)
-    return TaylorSums(*sums, cost=Cost(tokens, tokens * (1 + probes)))
+            sums[:, :, layer] += _sums(run, layer, models)
+    return EstimateSums(*sums, requests=len(gradients))
 
 
-def router_row_norm(model: PreTrainedModel) -> Fragility:
+def router_row_norm(model: PreTrainedModel) -> np.ndarray:
     """[L, E] norm of each expert's router row over its layer's mean; free."""
     norm = (
         torch.stack([layer.router_rows().double().norm(dim=1) for layer in moe_layers(model)]).cpu().numpy()
     )
-    return Fragility(norm / norm.mean(axis=1, keepdims=True))
+    return norm / norm.mean(axis=1, keepdims=True)
 
 
-def agreement(swap: np.ndarray, estimate: np.ndarray, same_unit: bool) -> dict[str, object]:
-    """Rank correlation of an estimate [L, E] with `swap` [L, E]: by layer, their mean, and over all experts.
+def agreement(
+    swap: np.ndarray, estimate: np.ndarray, same_unit: bool, layers: Sequence[int]
+) -> dict[str, object]:
+    """Rank correlation of an estimate [L, E] with `swap` [L, E]: by layer, named by `layers` [L], their mean,
+    and over all experts. Experts of which either is NaN are left out, and so are layers without any.
 
     With `same_unit` also `worst_factor`: by how much the estimate is off, one way or the other, at the most
     fragile expert of a layer, in the layer where it is worst; `wrong_sign` counts layers where even its sign
     differs there (they have no factor). Undefined figures are absent.
     """
     by_layer = {}
-    for layer, pair in enumerate(zip(swap, estimate, strict=True)):
-        value = _rank_correlation(*pair)
+    for layer, own, other in zip(layers, swap, estimate, strict=True):
+        value = _rank_correlation(own, other)
         if value is not None:
             by_layer[str(layer)] = value
     figures: dict[str, object] = {"layers": by_layer}
@@ -159,27 +203,27 @@ def agreement(swap: np.ndarray, estimate: np.ndarray, same_unit: bool) -> dict[s
     return figures
 
 
-class _Differentiated:
-    """One request's pass through the reference, differentiated at the outputs of its MoE layers."""
+class _Pass:
+    """One request's pass through the reference, with its graph."""
 
-    def __init__(self, models: SwappableModel, sequence: list[int], first: int) -> None:
+    def __init__(self, model: Any, sequence: list[int], first: int) -> None:
         """`first`: the first scored prediction."""
-        self._models, self._read = models, len(sequence) - 1  # the last token predicts nothing
+        self._read = len(sequence) - 1  # the last token predicts nothing
         self._entered: list[Entered] = []
         self._zeros: list[torch.Tensor] = []
-        model: Any = models.reference
-        for layer in models.layers:
+        layers = moe_layers(model)
+        for layer in layers:
             layer.experts.install(partial(self._run, layer.experts))
         try:
             with torch.enable_grad():
                 ids = torch.tensor([sequence], device=model.device)
                 hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, first:-1]
-                self._log_model = family_of(model.config).head(model, hidden).double().log_softmax(dim=-1)
+                self._logits = family_of(model.config).head(model, hidden)  # [s, V]
         finally:
-            for layer in models.layers:
+            for layer in layers:
                 layer.experts.install(None)
-        self._scored = self._read - first
-        self.loss = self.gradients(ids[0, first + 1 :], torch.full((self._scored,), 1 / self._scored))
+        self.probability = self._logits.detach().softmax(dim=-1)  # [s, V]
+        self._scored, self._targets = self._read - first, ids[0, first + 1 :]
 
     def _run(
         self, experts: Experts, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor
@@ -190,48 +234,60 @@ class _Differentiated:
         self._zeros.append(torch.zeros_like(output, requires_grad=True))
         return output + self._zeros[-1]
 
-    def gradients(self, labels: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
-        """[L] x [T, H] gradients of the sum of `weights` [n] times the losses of `labels` [n]."""
-        with torch.enable_grad():
-            losses = -self._log_model.gather(1, labels[:, None])[:, 0]
-            return list(torch.autograd.grad((losses * weights).sum(), self._zeros, retain_graph=True))
+    def differentiated(self, probes: int, generator: torch.Generator) -> Differentiated:
+        mean = torch.full((self._scored,), 1 / self._scored, dtype=torch.float64)
+        loss = self._gradients(self._targets, mean)
+        drawn = [self._drawn(generator) for _ in range(probes)]
+        entered = [
+            (hidden[: self._read].clone(), index[: self._read].clone(), weight[: self._read].clone())
+            for hidden, index, weight in self._entered
+        ]
+        return Differentiated(entered, loss, drawn, self._scored)
 
-    def drawn(self, generator: torch.Generator) -> list[torch.Tensor]:
-        """`gradients` for labels drawn from the reference's distribution and random signs."""
-        labels = torch.multinomial(self._log_model.detach().exp().cpu(), 1, generator=generator)[:, 0]
-        signs = torch.randint(2, (self._scored,), generator=generator) * 2.0 - 1
-        return self.gradients(labels.to(self._log_model.device), signs.to(self._log_model))
+    def _gradients(self, labels: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+        """[L] x [n, H] gradients of the sum of `weights` [s] times the losses of `labels` [s]; at the logits
+        that of one loss is p - 1 at its label."""
+        at_logits = self.probability.clone()
+        at_logits.scatter_add_(1, labels[:, None], torch.full_like(at_logits[:, :1], -1.0))
+        at_logits *= weights[:, None].to(at_logits)
+        found = torch.autograd.grad(self._logits, self._zeros, at_logits, retain_graph=True)
+        return [gradient[: self._read].clone() for gradient in found]
 
-    def sums(self, layer: int, draws: list[list[torch.Tensor]]) -> np.ndarray:
-        """[5, 2, E] the terms of TaylorSums for one layer."""
-        hidden, index, weight = (tensor[: self._read] for tensor in self._entered[layer])
-        own, other = self._models.layers[layer].experts, self._models.others[layer].experts
-        sums = np.zeros((5, 2, own.num_experts))
-        for expert in range(own.num_experts):
-            token, pick = torch.nonzero(index == expert, as_tuple=True)
-            if not len(token):
-                continue
-            with torch.no_grad():
-                rows, given = hidden[token], weight[token, pick].double()
-                error = _output(other, expert, rows) - _output(own, expert, rows)
-            moved = given[:, None] * error  # [n, H]
+    def _drawn(self, generator: torch.Generator) -> list[torch.Tensor]:
+        """`_gradients` for labels drawn from the reference's distribution and random signs."""
+        labels = torch.multinomial(self.probability.cpu(), 1, generator=generator)[:, 0]
+        signs = torch.randint(2, (self._scored,), generator=generator, dtype=torch.int64) * 2.0 - 1
+        return self._gradients(labels.to(self.probability.device), signs)
 
-            def along(gradients: list[torch.Tensor], token=token, moved=moved) -> torch.Tensor:
-                return (gradients[layer][token].double() * moved).sum(dim=1)
 
-            counted = (slice(None), token > 0)
-            linear, drawn = along(self.loss), [along(gradients) for gradients in draws]
-            for row, kept in enumerate(counted):
-                squares = [float(value[kept].sum()) ** 2 for value in drawn]
-                routed = float(given[kept].sum())
-                sums[:, row, expert] = (
-                    float(linear[kept].sum()),
-                    sum(squares) / (2 * self._scored * len(draws)),
-                    float(moved[kept].norm(dim=1).sum()),
-                    routed,
-                    routed / self._read,
-                )
-        return sums
+def _sums(run: Differentiated, layer: int, models: SwappableModel) -> np.ndarray:
+    """[5, 2, E] the terms of EstimateSums for one layer and request."""
+    hidden, index, weight = run.entered[layer]
+    own, other = models.layers[layer].experts, models.others[layer].experts
+    sums = np.zeros((5, 2, own.num_experts))
+    for expert in range(own.num_experts):
+        token, pick = torch.nonzero(index == expert, as_tuple=True)
+        if not len(token):
+            continue
+        with torch.no_grad():
+            rows, given = hidden[token], weight[token, pick].double()
+            moved = given[:, None] * (_output(other, expert, rows) - _output(own, expert, rows))  # [n, H]
+
+        def along(gradients: list[torch.Tensor], token=token, moved=moved) -> torch.Tensor:
+            return (gradients[layer][token].double() * moved).sum(dim=1)
+
+        linear, drawn = along(run.loss), [along(gradients) for gradients in run.drawn]
+        for row, kept in enumerate((slice(None), token > 0)):
+            squares = [float(value[kept].sum()) ** 2 for value in drawn]
+            routed = float(given[kept].sum())
+            sums[:, row, expert] = (
+                float(linear[kept].sum()),
+                sum(squares) / (2 * run.scored * len(drawn)),
+                float(moved[kept].norm(dim=1).sum()),
+                routed,
+                routed / len(hidden),
+            )
+    return sums
 
 
 def _output(experts: Experts, expert: int, hidden: torch.Tensor) -> torch.Tensor:
