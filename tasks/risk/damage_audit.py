@@ -54,8 +54,7 @@ class Audit:
         self._params, self._damage, self._scored, self._batch_tokens = params, damage, scored, batch_tokens
         self._layers = [layer.layer for layer in moe_layers(reference)]  # of the decoder
         self._swapped = spread(len(self._layers), params.swap_layers)  # places among the MoE layers
-        lengths = np.cumsum([len(own) for own in calibration.sequences])
-        self._judged = min(int(np.searchsorted(lengths, params.swap_tokens)) + 1, len(lengths))  # sequences
+        self._judged = fitting([len(own) for own in calibration.sequences], params.swap_tokens)
         self._losses: SwapLosses | None = None  # of the requests
         self._experts: SwapLosses | None = None  # of the judged calibration sequences
         self.arrays = {"router_row_norm": router_row_norm(reference)}
@@ -77,9 +76,10 @@ class Audit:
             SwappableModel(self._reference, instance)
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
-        head, tail = self._gradients.passes[: self._judged], self._gradients.passes[self._judged :]
-        judged = estimate_sums(head, self._reference, instance)
-        sums = judged + estimate_sums(tail, self._reference, instance) if tail else judged
+        passes = self._gradients.passes
+        rest = [own for row, own in enumerate(passes) if row not in self._judged]
+        judged = estimate_sums([passes[row] for row in self._judged], self._reference, instance)
+        sums = judged + estimate_sums(rest, self._reference, instance)
         for first in (True, False):
             self.arrays |= {
                 Fragility.key(estimator, name, first): phi
@@ -133,12 +133,9 @@ class Audit:
 
     def _of_experts(self, instance: PreTrainedModel) -> SwapLosses:
         if self._experts is None:
-            judged = slice(0, self._judged)
-            requests = Requests(
-                self._calibration.frame.iloc[judged],
-                self._calibration.sequences[judged],
-                self._calibration.prompt_length[judged],
-            )
+            whole, rows = self._calibration, self._judged
+            sequences = [whole.sequences[row] for row in rows]
+            requests = Requests(whole.frame.iloc[rows], sequences, whole.prompt_length[rows])
             self._experts = SwapLosses(self._reference, instance, requests, self._batch_tokens, "expert")
         else:
             self._experts = self._experts.of(instance)
@@ -194,8 +191,8 @@ class Audit:
             "calibration": {
                 "sequences": len(self._calibration.sequences),
                 "tokens": sum(map(len, self._calibration.sequences)),
-                "swap_sequences": self._judged,
-                "swap_tokens": sum(map(len, self._calibration.sequences[: self._judged])),
+                "swap_sequences": len(self._judged),
+                "swap_tokens": sum(len(self._calibration.sequences[row]) for row in self._judged),
                 "swap_layers": [self._layers[at] for at in self._swapped],
             },
             "experts_without_tokens": self._untouched,
@@ -232,6 +229,16 @@ def estimates(sums: EstimateSums, first: bool = True) -> dict[str, np.ndarray]:
         "taylor_dnll": sums.taylor("dnll", first),
         "output_error": sums.output_error(first),
     }
+
+
+def fitting(lengths: list[int], most: int) -> list[int]:
+    """The first sequence, and of the others in their order those that still fit into `most` tokens."""
+    taken, total = [0], lengths[0]
+    for row, length in enumerate(lengths[1:], start=1):
+        if total + length <= most:
+            taken.append(row)
+            total += length
+    return taken
 
 
 def spread(layers: int, count: int) -> list[int]:
