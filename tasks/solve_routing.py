@@ -30,8 +30,7 @@ from tasks.contracts import InputError, read_json, replacing_folder, write_json
 from tasks.params import SolveRouting, load_params
 from tasks.reporting.tables import cell, filled_columns, policy_rows
 from tasks.risk.control import ClassMargin
-from tasks.risk.margins import FitDamage, margins, margins_json
-from tasks.risk.predictor import refit_predictor
+from tasks.risk.margins import FitDamage, margins, margins_json, refit_predictor
 from tasks.routing.budget import make_pool
 from tasks.routing.comparison import METHOD, Comparison, compare
 from tasks.routing.policies import Guard

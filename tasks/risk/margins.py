@@ -10,10 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
+from tasks.contracts import InputError
 from tasks.risk.control import ClassMargin, FitSet, replay
-from tasks.risk.predictor import stratified_folds
-from tasks.risk.refit import Refit, linear_refit
+from tasks.risk.maps import Rows
+from tasks.risk.predictor import refit, stratified_folds
+from tasks.risk.refit import Refit, linear_refit, refit_each
 
 _RIDGE = 1e-6  # only keeps a class that a redraw left out from dividing by zero: it gets the mean of all
 
@@ -40,6 +43,32 @@ class FitDamage:
         """Mean damage of a request's budget class: nothing tells its requests apart."""
         one_hot = np.eye(len(self.tau))[self.groups]
         return linear_refit(one_hot, self.damage, np.full(len(self.tau), _RIDGE))
+
+
+def refit_predictor(
+    stored: dict[str, Any], fit: pd.DataFrame, instances: tuple[str, ...], damage: np.ndarray
+) -> Refit:
+    """The predictors of predictor.json `stored` fitted again, with their settings, on redrawn fit sets.
+
+    `fit`: the fit rows [F] of predictions.parquet, `damage` [F, I]. Raises InputError where predictor.json is of other
+    instances.
+    """
+    if set(stored["instances"]) != set(instances):
+        raise InputError(
+            f"predictor.json predicts for {', '.join(sorted(stored['instances']))}, the pool has "
+            f"{', '.join(instances)}: run the stage calibrate_fwp again"
+        )
+    rows = [Rows.of(fit, name) for name in instances]
+    known = [stored["instances"][name] for name in instances]
+
+    def predict(train: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        columns = []
+        for own, values, true in zip(rows, known, damage.T, strict=True):
+            fitted = refit(values["name"], values["settings"], own[train], true[train], values["min_tokens"])
+            columns.append(fitted.predict(own[wanted]))
+        return np.stack(columns, axis=1)
+
+    return refit_each(predict)
 
 
 def margins(

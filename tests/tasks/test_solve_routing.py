@@ -12,13 +12,22 @@ import pytest
 import yaml
 
 from tasks.console import run_step
-from tasks.contracts import InputError, read_json
+from tasks.contracts import InputError, read_json, write_json
 from tasks.params import SolveRouting
 from tasks.solve_routing import main, run
 from tests.tasks.routing.made_predictions import made_predictions
 
 ROOT = Path(__file__).resolve().parents[2]
-PARAMS = SolveRouting(budget="relative", budget_value=0.758, budget_scope="overall", reward="bits", seed=0)
+PARAMS = SolveRouting(
+    budget="relative",
+    budget_value=0.758,
+    budget_scope="overall",
+    reward="bits",
+    delta=0.1,
+    replicates=39,
+    folds=5,
+    seed=0,
+)
 
 
 def route(
@@ -27,9 +36,16 @@ def route(
     file = folder / "artifacts/fwp/predictions.parquet"
     file.parent.mkdir(parents=True, exist_ok=True)
     (made_predictions(instances) if frame is None else frame).to_parquet(file)
-    params = PARAMS.model_copy(update=changes)
+    own = {"name": "isotonic", "settings": {}, "min_tokens": 1}
+    write_json(file.with_name("predictor.json"), {"instances": dict.fromkeys(instances, own)})
     return run(
-        file, list(instances), damage, params, folder / "artifacts/routing", folder / "metrics/routing.json"
+        file,
+        file.with_name("predictor.json"),
+        list(instances),
+        damage,
+        PARAMS.model_copy(update=changes),
+        folder / "artifacts/routing",
+        folder / "metrics/routing.json",
     )
 
 
@@ -63,7 +79,8 @@ def test_every_policy_is_there_and_the_certificate_holds(tmp_path):
     metrics = route(tmp_path)
     assert list(metrics["policies"]) == [
         "static_W2", "static_W3", "static_W4", "capacity_proportional", "request_agnostic", "class_mean",
-        "order_length", "order_routing_frequency", "order_ppl", "order_fwp", "lp_fwp", "true_loss",
+        "order_length", "order_routing_frequency", "order_ppl", "order_fwp",
+        "request_agnostic_controlled", "class_mean_controlled", "lp_fwp_controlled", "lp_fwp", "true_loss",
     ]  # fmt: skip
     assert metrics["infeasible"] == {}
     assert metrics["certificate"]["holds"] and metrics["certificate"]["relative_gap"] <= 1e-9
@@ -152,10 +169,9 @@ def write_params(folder: Path, **routing: object) -> None:
 
 
 def test_command_line(tmp_path):
+    route(tmp_path)
+    (tmp_path / "metrics/routing.json").unlink()
     write_params(tmp_path)
-    file = tmp_path / "artifacts/fwp/predictions.parquet"
-    file.parent.mkdir(parents=True)
-    made_predictions().to_parquet(file)
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     step = [sys.executable, "-m", "tasks.solve_routing"]
     done = subprocess.run(
@@ -187,3 +203,55 @@ def test_command_line_errors_are_one_line_and_replace_nothing(tmp_path, monkeypa
     assert "tau is 0.001" in impossible
     assert "did you mean 'budget'" in fails(budgt="relative")
     assert (tmp_path / "metrics/routing.json").read_bytes() == before
+
+
+def test_a_promise_beside_the_point_estimate(tmp_path):
+    """90 fit and 90 holdout requests, a signal that knows most: the promise holds, costs some gain, and is told."""
+    metrics = route(tmp_path, replicates=99)
+    plain, safe = metrics["policies"]["lp_fwp"], metrics["policies"]["lp_fwp_controlled"]
+    risk = metrics["risk"]["policies"]
+    assert set(risk) == {"request_agnostic", "class_mean", "lp_fwp"}
+    margin = risk["lp_fwp"]["overall"]
+    assert margin["status"] == "guaranteed" and margin["fit"] == margin["fresh"] == 90
+    assert 0 < margin["error"] <= margin["margin"] <= margin["room"] / 2
+    assert safe["guaranteed"] == 1 and safe["kl_mean"] < plain["kl_mean"]
+    assert 1 + (plain["multiplier"] - 1) / 2 <= safe["multiplier"] < plain["multiplier"]
+    rules = read_json(tmp_path / "artifacts/routing/routing.json")["policies"]
+    assert rules["lp_fwp_controlled"]["rule"]["margin"] == {"overall": pytest.approx(margin["margin"])}
+
+
+def test_few_requests_promise_nothing(tmp_path):
+    """12 fit requests a class and a budget for each: no class has room for its error, all go to the safest."""
+    frame = made_predictions(per_class=24)
+    metrics = route(tmp_path, frame, budget_scope="class", budget_value=0.3, replicates=39)
+    assert {own["status"] for own in metrics["risk"]["policies"]["lp_fwp"].values()} == {"no guarantee"}
+    safe = metrics["policies"]["lp_fwp_controlled"]
+    assert safe["guaranteed"] == 0 and safe["multiplier"] == 1 and safe["shares"]["W4"] == 1
+
+
+def test_requests_outside_are_counted_and_safe(tmp_path):
+    frame = made_predictions()
+    frame["outside"] = frame["id"].isin(["code/1", "maths/63"])  # odd: holdout
+    metrics = route(tmp_path, frame)
+    assert metrics["requests"]["outside"] == 2
+    allocations = pd.read_parquet(tmp_path / "artifacts/routing/allocations.parquet")
+    for name in ("lp_fwp", "lp_fwp_controlled"):
+        rows = allocations[(allocations["policy"] == name) & allocations["id"].isin(["code/1", "maths/63"])]
+        assert set(rows["instance"]) == {"W4"}
+
+
+def test_too_few_replicates_and_another_pool_are_errors(tmp_path):
+    with pytest.raises(InputError, match="8 replicates cannot give the 0.9 quantile"):
+        route(tmp_path, replicates=8)
+    file = tmp_path / "artifacts/fwp/predictor.json"
+    write_json(file, {"instances": {"W4": {}}})
+    with pytest.raises(InputError, match="predicts for W4, the pool has W2, W3, W4"):
+        run(
+            file.with_name("predictions.parquet"),
+            file,
+            ["W2", "W3", "W4"],
+            "kl",
+            PARAMS,
+            tmp_path / "artifacts/routing",
+            tmp_path / "metrics/routing.json",
+        )
