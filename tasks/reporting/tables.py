@@ -41,8 +41,8 @@ def step_versions(metrics: Mapping[str, Any]) -> dict[str, Any]:
     steps = {
         "reference": "prepare_reference", "requests": "prepare_requests", "instances": "quantize_instances",
         "experts": "measure_experts", "variants": "build_variants", "scores": "score_requests",
-        "fwp": "calibrate_fwp", "routing": "solve_routing", "throughput": "measure_throughput",
-        "benchmarks": "evaluate_benchmarks",
+        "decomposition": "decompose_damage", "fwp": "calibrate_fwp", "routing": "solve_routing",
+        "throughput": "measure_throughput", "benchmarks": "evaluate_benchmarks",
     }  # fmt: skip
     found: dict[str, Any] = {}
     for key, step in steps.items():
@@ -135,6 +135,7 @@ def policy_rows(metrics: Mapping[str, Any]) -> list[Row]:
             "KL": policy.get("kl_mean"),
             "budget kept": policy.get("budget_kept"),
             "kept in ΔNLL": policy.get("budget_kept_dnll"),
+            "guaranteed": policy.get("guaranteed"),
         }
         row |= {f"share {instance}": policy.get("shares", {}).get(instance) for instance in instances}
         rows.append(row)
@@ -186,7 +187,7 @@ _FORMATS: tuple[tuple[str, Callable[[float], str]], ...] = (  # first match on t
     (r"smallest visible", lambda value: f"{100 * value:.1f} pt"),
     (r"accuracy change$", lambda value: f"{100 * value:+.1f} pt"),
     (r"change$", lambda value: f"{100 * value:+.1f} %"),
-    (r"^share |^accuracy$|s\.e\.$", lambda value: f"{100 * value:.1f} %"),
+    (r"^share |^guaranteed$|^accuracy$|s\.e\.$", lambda value: f"{100 * value:.1f} %"),
     (r"GiB", lambda value: f"{value:.3f}" if value < 10 else f"{value:.2f}"),
     (r"tok/s", lambda value: f"{value:.0f}" if value >= 100 else f"{value:.1f}"),
     (

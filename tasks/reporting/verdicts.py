@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from tasks.reporting import damage_sections
 from tasks.reporting.tables import benchmark, difference, instance_names, words
 
 FWP_POLICY, CLASS_MEAN_POLICY, AGNOSTIC_POLICY = "lp_fwp", "class_mean", "request_agnostic"
@@ -15,7 +16,7 @@ CLAIMED_POINTS = 0.006  # Replicate-and-Quantize claims accuracy within 0.6 poin
 def all_verdicts(metrics: Mapping[str, Any]) -> list[str]:
     """Every sentence that the metrics at hand allow, in the report's order."""
     found = [damage_verdict(metrics), *predictor_verdicts(metrics), strength_verdict(metrics)]
-    found += [routing_verdict(metrics), *variant_verdicts(metrics), speed_verdict(metrics)]
+    found += [routing_verdict(metrics), risk_verdict(metrics), *variant_verdicts(metrics), speed_verdict(metrics)]
     return [sentence for sentence in found if sentence]
 
 
@@ -112,6 +113,25 @@ def routing_verdict(metrics: Mapping[str, Any]) -> str:
             told += ": FWP does not beat it" if rival["budget_kept"] else ": neither keeps the budget"
         parts.append(told)
     return "; ".join([head, *parts]) + ". One holdout split: differences this small may be chance."
+
+
+def risk_verdict(metrics: Mapping[str, Any]) -> str:
+    """What a promised budget costs: routing on FWP against request-agnostic mixing under the same guarantee."""
+    routing = metrics.get("routing", {})
+    risk, policies = routing.get("risk"), routing.get("policies", {})
+    if not risk:
+        return ""
+    parts = []
+    for name in (FWP_POLICY, CLASS_MEAN_POLICY, AGNOSTIC_POLICY):
+        safe, plain = policies.get(f"{name}_controlled"), policies.get(name)
+        if safe is None or plain is None:
+            continue
+        margins = [own["margin"] for own in risk["policies"][name].values() if own["status"] == "guaranteed"]
+        told = f"{words(name)} {safe['multiplier']:.3f} (without the promise {plain['multiplier']:.3f}"
+        told += f", margin {max(margins):.3f} nats" if margins else ", nothing can be promised"
+        broken = "" if safe["budget_kept"] else "; it broke its budget on this split"
+        parts.append(f"{told}{broken})")
+    return f"Budgets promised at {1 - risk['delta']:.0%}, margin taken off: {'; '.join(parts)}."
 
 
 def variant_verdicts(metrics: Mapping[str, Any]) -> list[str]:

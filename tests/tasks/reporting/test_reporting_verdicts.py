@@ -92,3 +92,25 @@ def test_fwp_that_is_perplexity_is_said_so():
 def test_no_metrics_no_sentences(tmp_path):
     assert verdicts.all_verdicts({}) == []
     assert len(verdicts.all_verdicts(read_metrics(build(tmp_path) / "metrics"))) == 8  # 1 + 3 + 1 + 1 + 1 + 1
+
+
+def test_what_a_promise_costs() -> None:
+    def policy(multiplier: float, kept: bool = True) -> dict:
+        return {"multiplier": multiplier, "budget_kept": kept}
+
+    policies = {
+        "lp_fwp": policy(1.27, False), "lp_fwp_controlled": policy(1.22),
+        "request_agnostic": policy(1.25), "request_agnostic_controlled": policy(1.0),
+    }  # fmt: skip
+    risk = {
+        "delta": 0.1,
+        "policies": {
+            "lp_fwp": {"overall": {"status": "guaranteed", "margin": 0.0321}},
+            "request_agnostic": {"overall": {"status": "no guarantee", "margin": 0.0}},
+        },
+    }
+    assert verdicts.risk_verdict({"routing": {"policies": policies, "risk": risk}}) == (
+        "Budgets promised at 90%, margin taken off: LP FWP 1.220 (without the promise 1.270, margin 0.032 nats); "
+        "request agnostic 1.000 (without the promise 1.250, nothing can be promised)."
+    )
+    assert verdicts.risk_verdict({"routing": {"policies": policies}}) == ""
