@@ -17,6 +17,7 @@ import pandas as pd
 from tasks.contracts import InputError, TokenScores
 
 DAMAGES = ("dnll", "kl")
+PARTS = ("response", "prompt")
 
 
 def check_same_requests(ids: list[str], scores: TokenScores, name: str) -> None:
@@ -34,6 +35,23 @@ def check_same_requests(ids: list[str], scores: TokenScores, name: str) -> None:
     raise InputError(
         f"scores of {name} do not match requests.parquet: {what}; run its score_requests stage again"
     )
+
+
+def check_finite(scores: TokenScores, name: str) -> None:
+    """Raise InputError where a scored loss or divergence of model `name` is no finite number."""
+    for kind, values in (("loss", scores.nll), ("kl", scores.kl)):
+        bad = [
+            own
+            for row, own in enumerate(scores.ids)
+            if values is not None
+            and not all(np.isfinite(values[scores.scored(row, part)]).all() for part in PARTS)
+        ]
+        if bad:
+            raise InputError(
+                f"scores of {name}: a {kind} of request '{bad[0]}' is NaN or infinite ({len(bad)} such requests of "
+                f"{len(scores.ids)}); the model overflows or its weights are broken: score it in float32 "
+                "(score_requests.compute_dtype), or check its quantization"
+            )
 
 
 def token_damage(reference: TokenScores, instance: TokenScores, damage: str) -> np.ndarray:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 
 from tasks.contracts import InputError, PrefillRouting, TokenScores
-from tasks.risk.fwp import log_fwp, mean_over_picks, prompt_tokens, segment_mean, token_strength
+from tasks.risk.fwp import (
+    MEASURED,
+    log_fwp,
+    mean_over_picks,
+    measured_weight,
+    normalised,
+    prompt_tokens,
+    segment_mean,
+    separable,
+    token_strength,
+    weighted_log_ppl,
+)
 
 
 def prefill_signals(
-    scores: TokenScores,
-    routing: PrefillRouting,
-    load: np.ndarray,
-    strengths: Sequence[str],
-    align: str,
-    strength: str,
+    scores: TokenScores, routing: PrefillRouting, load: np.ndarray, strengths: Sequence[str], align: str
 ) -> pd.DataFrame:
-    """One row a request [R]: log_ppl, log_length, routing_frequency, log_fwp_<strength> of each, and log_fwp.
+    """One row a request [R]: log_ppl, log_length, routing_frequency, log_fwp_<strength> of each.
 
-    `load` [L, E] is the calibration load. log_fwp is the column of the `strength` in use. Losses are the
-    scorer's on the prompt, without the prediction made from position 0; log_length is the log of the
-    prompt's tokens.
+    `load` [L, E] is the calibration load. Losses are the scorer's on the prompt, without the prediction made
+    from position 0; log_length is the log of the prompt's tokens.
     """
     tokens = prompt_tokens(scores, routing, align)
     signals = {
@@ -34,8 +39,28 @@ def prefill_signals(
     for name in strengths:
         chosen = token_strength(routing, name)[tokens.position]
         signals[f"log_fwp_{name}"] = log_fwp(tokens.nll, chosen, tokens.offset)
-    signals["log_fwp"] = signals[f"log_fwp_{strength}"]
     return pd.DataFrame(signals)
+
+
+def fragility_signals(
+    scores: TokenScores, routing: PrefillRouting, phi: Mapping[str, np.ndarray], align: str
+) -> pd.DataFrame:
+    """One row a request [R]: separable_<i> [nats] and log_fwp_measured_<i> of every instance i of `phi`, [L, E] each.
+
+    Raises InputError where a phi is of another model or not finite.
+    """
+    tokens = prompt_tokens(scores, routing, align)
+    signals = {}
+    for name, own in phi.items():
+        if own.shape != routing.router_row_norm.shape or not np.isfinite(own).all():
+            raise InputError(
+                f"artifacts/decomposition: the fragility of {name} is {own.shape} (layers, experts) or not finite, "
+                f"expected finite {routing.router_row_norm.shape}; run decompose_damage again"
+            )
+        weight = normalised(measured_weight(routing, own)[tokens.position], tokens.offset)
+        signals[f"separable_{name}"] = separable(routing, own)
+        signals[f"log_fwp_{MEASURED}_{name}"] = weighted_log_ppl(tokens.nll, weight, tokens.offset)
+    return pd.DataFrame(signals, index=range(len(scores.ids)))
 
 
 def routing_frequency(routing: PrefillRouting, load: np.ndarray) -> np.ndarray:

@@ -4,8 +4,10 @@
     w(t)        = 1 / strength(t),      w~(t) = w(t) / mean_t w(t)
     FWP(r)      = exp(mean_t w~(t) NLL(t))        over the T predicted prompt tokens t of request r
 
-arXiv 2609.12550; the paper leaves the strength s open, so there are two (`STRENGTHS`). Everything is float64
-and vectorised over requests by segments: request r owns values offset[r] : offset[r + 1].
+arXiv 2609.12550; the paper leaves the strength s open, so there are two (`STRENGTHS`), and a third weighting of
+our own, `MEASURED`: w(t) = sum over l, e of g[l, e](t) max(phi[l, e], 0), with g the routing weights and phi an
+instance's fragility in nats, so that FWP is the instance's own. Everything is float64 and vectorised over
+requests by segments: request r owns values offset[r] : offset[r + 1].
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 from tasks.contracts import PrefillRouting, TokenScores
 
 STRENGTHS = ("gate_prob", "router_row_norm")
+MEASURED = "measured"
 ALIGNMENTS = ("token", "predictor")
 
 # Below this spread of w~ a strength is constant for all practical purposes, and FWP is the plain perplexity.
@@ -96,18 +99,51 @@ def segment_mean(values: np.ndarray, offset: np.ndarray) -> np.ndarray:
     return np.add.reduceat(np.asarray(values, dtype=np.float64), offset[:-1]) / count
 
 
+def expected_damage(routing: PrefillRouting, phi: np.ndarray) -> np.ndarray:
+    """sum over l, e of g[l, e](t) phi[l, e] of every prefilled token [T]; `phi` [L, E] nats per routing weight.
+
+    A pick that reached no expert has weight 0. Raises ValueError where `phi` is of another model.
+    """
+    if phi.shape != routing.router_row_norm.shape:
+        raise ValueError(f"phi is {phi.shape}, the routing's model has {routing.router_row_norm.shape}")
+    layer = np.arange(routing.index.shape[1])[None, :, None]
+    return (routing.weight.astype(np.float64) * phi[layer, routing.index]).sum(axis=(1, 2))
+
+
+def separable(routing: PrefillRouting, phi: np.ndarray) -> np.ndarray:
+    """sum_b A_prompt[b](r) phi[b] of every request [R], nats: A_prompt[b] is the mean over all prompt tokens of
+    the routing weight of expert b. What the prompt's routing alone says about the damage (method, section 3)."""
+    return segment_mean(expected_damage(routing, phi), routing.offset.astype(np.int64))
+
+
+def measured_weight(routing: PrefillRouting, phi: np.ndarray) -> np.ndarray:
+    """w(t) of the strength `MEASURED` [T], 0 or more."""
+    return expected_damage(routing, np.maximum(phi, 0.0))
+
+
 def token_weights(strength: np.ndarray, offset: np.ndarray) -> np.ndarray:
     """w~ [M]: the inverse of `strength` [M], scaled to mean 1 within each request."""
     strength = np.asarray(strength, dtype=np.float64)
     if not (strength > 0).all() or not np.isfinite(strength).all():
         raise ValueError("a routing strength is not a positive finite number")
-    weight = 1.0 / strength
-    return weight / np.repeat(segment_mean(weight, offset), np.diff(offset))
+    return normalised(1.0 / strength, offset)
+
+
+def normalised(weight: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """w~ [M]: `weight` [M] >= 0 scaled to mean 1 within each request; 1 for a request whose weights are all 0."""
+    weight = np.asarray(weight, dtype=np.float64)
+    mean, count = segment_mean(weight, offset), np.diff(offset)
+    return np.where(np.repeat(mean > 0, count), weight / np.repeat(np.where(mean > 0, mean, 1), count), 1.0)
+
+
+def weighted_log_ppl(nll: np.ndarray, weight: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """mean_t w~(t) NLL(t) [R] of losses `nll` [M] in nats and w~ [M]."""
+    return segment_mean(weight * np.asarray(nll, dtype=np.float64), offset)
 
 
 def log_fwp(nll: np.ndarray, strength: np.ndarray, offset: np.ndarray) -> np.ndarray:
     """log FWP [R] of the losses `nll` [M] in nats and the strengths [M] of the tokens that weigh them."""
-    return segment_mean(token_weights(strength, offset) * np.asarray(nll, dtype=np.float64), offset)
+    return weighted_log_ppl(nll, token_weights(strength, offset), offset)
 
 
 def fwp(nll: np.ndarray, strength: np.ndarray) -> float:
@@ -115,16 +151,23 @@ def fwp(nll: np.ndarray, strength: np.ndarray) -> float:
     return float(np.exp(log_fwp(nll, strength, np.array([0, len(nll)]))[0]))
 
 
-def strength_report(tokens: PromptTokens, strength: np.ndarray) -> dict[str, float | bool]:
-    """How far FWP under `strength` [T] is from plain perplexity on these prompts.
+def weight_report(tokens: PromptTokens, weight: np.ndarray) -> dict[str, float | bool]:
+    """How far FWP with the token weights w~ `weight` [M] is from plain perplexity on these prompts.
 
     std_weight: standard deviation of w~ over all tokens; correlation_log_ppl: Pearson correlation of log FWP
     with log PPL over requests (absent where either is constant); equals_ppl: std_weight < 1e-3.
     """
-    chosen = strength[tokens.position]
-    std = float(token_weights(chosen, tokens.offset).std())
+    std = float(weight.std())
     report: dict[str, float | bool] = {"std_weight": std, "equals_ppl": std < EQUALS_PPL_STD}
-    weighted, plain = log_fwp(tokens.nll, chosen, tokens.offset), segment_mean(tokens.nll, tokens.offset)
+    weighted, plain = (
+        weighted_log_ppl(tokens.nll, weight, tokens.offset),
+        segment_mean(tokens.nll, tokens.offset),
+    )
     if min(weighted.std(), plain.std()) > 0:
         report["correlation_log_ppl"] = float(np.corrcoef(weighted, plain)[0, 1])
     return report
+
+
+def strength_report(tokens: PromptTokens, strength: np.ndarray) -> dict[str, float | bool]:
+    """`weight_report` of FWP under `strength` [T] of every prefilled token."""
+    return weight_report(tokens, token_weights(strength[tokens.position], tokens.offset))

@@ -5,29 +5,38 @@ FWP and every baseline signal go through the same forms of map with the same car
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from tasks.contracts import InputError
+from tasks.risk.boosted import Boosted, fit_boosted
 from tasks.risk.maps import (
     ClassMean,
     Isotonic,
+    Map,
     Ridge,
     Rows,
     fit_class_mean,
     fit_isotonic,
     fit_ridge,
+    fit_shrunk_mean,
 )
 
-# name -> form and signals; the first three are what `calibrate_fwp.predictor` may choose, the rest are
-# baselines.
+ALL = ("log_fwp", "separable", "log_ppl", "log_length")
+
+# name -> form and signals. `CANDIDATES` are what `calibrate_fwp.predictor` may choose, the rest are baselines and
+# parts, for comparison.
 PREDICTORS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "ridge": ("ridge", ("log_fwp", "log_length")),
-    "isotonic": ("isotonic", ("log_fwp",)),
     "class_mean": ("class_mean", ()),
+    "shrunk_mean": ("shrunk_mean", ()),
+    "isotonic": ("isotonic", ("log_fwp",)),
+    "ridge": ("ridge", ALL),
+    "boosted": ("boosted", ALL),
+    "ridge_fwp": ("ridge", ("log_fwp", "log_length")),
+    "ridge_separable": ("ridge", ("separable", "log_length")),
+    "isotonic_separable": ("isotonic", ("separable",)),
     "ridge_ppl": ("ridge", ("log_ppl", "log_length")),
     "isotonic_ppl": ("isotonic", ("log_ppl",)),
     "ridge_length": ("ridge", ("log_length",)),
@@ -35,50 +44,87 @@ PREDICTORS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ridge_routing_frequency": ("ridge", ("routing_frequency", "log_length")),
     "isotonic_routing_frequency": ("isotonic", ("routing_frequency",)),
 }
+CANDIDATES = (  # simplest first
+    "class_mean",
+    "shrunk_mean",
+    "isotonic",
+    "ridge_length",
+    "ridge_ppl",
+    "ridge_fwp",
+    "ridge",
+    "boosted",
+)
+CLASS_MEANS = ("class_mean", "shrunk_mean")  # say nothing about requests of one class
+# A signal that a model may lack: these do without it, other predictors that read it are left out.
+OPTIONAL, DO_WITHOUT = "separable", ("ridge", "boosted")
 
-# Ridge penalties tried, relative to the number of rows (features have unit variance).
-PENALTIES = tuple(float(10.0**power) for power in np.arange(-3, 3))
-
-Map = ClassMean | Ridge | Isotonic
-Fit = Callable[[Rows, np.ndarray], Map]
-FORMS: dict[str, type[Map]] = {"class_mean": ClassMean, "ridge": Ridge, "isotonic": Isotonic}
+FORMS: dict[str, Any] = {
+    "class_mean": ClassMean,
+    "shrunk_mean": ClassMean,
+    "ridge": Ridge,
+    "isotonic": Isotonic,
+    "boosted": Boosted,
+}
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """A map for prompts of at least `min_tokens` tokens, the class mean for shorter ones."""
+    """A map for prompts of at least `min_tokens` tokens, the (shrunk) class mean for shorter ones.
+
+    `settings`: what was chosen on fit requests, with which `refit` gives the same predictor again. `residuals`:
+    the 5 % and 95 % quantiles of true - predicted, out of fold, nats; None where they were not taken.
+    """
 
     name: str
+    settings: dict[str, float]
     min_tokens: int
     map: Map
     class_mean: ClassMean
+    residuals: tuple[float, float] | None = None
 
     def predict(self, requests: Rows) -> np.ndarray:
         """Damage [R], nats per token."""
         short = requests.prompt_tokens < self.min_tokens
         return np.where(short, self.class_mean.predict(requests), self.map.predict(requests))
 
+    def interval(self, requests: Rows) -> np.ndarray:
+        """[R, 2] where 90 % of true damages lie: the prediction plus the quantiles of residuals (additive)."""
+        if self.residuals is None:
+            raise ValueError(f"predictor '{self.name}' was fitted without residuals, so it has no interval")
+        return self.predict(requests)[:, None] + np.array(self.residuals)
+
     def to_dict(self) -> dict[str, Any]:
-        form = PREDICTORS[self.name][0]
-        return {
+        values = {
             "name": self.name,
+            "settings": self.settings,
             "min_tokens": self.min_tokens,
-            "form": form,
-            "map": asdict(self.map),
-            "class_mean": self.class_mean.means,
+            "form": PREDICTORS[self.name][0],
+            "map": asdict(self.map),  # pyright: ignore[reportArgumentType]  # every map is a dataclass
+            "class_mean": asdict(self.class_mean),
         }
+        return values if self.residuals is None else {**values, "interval": list(self.residuals)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Predictor:
-        fitted = FORMS[values["form"]](**values["map"])
-        return cls(values["name"], values["min_tokens"], fitted, ClassMean(values["class_mean"]))
+        form, own = FORMS[values["form"]], values["map"]
+        fitted = form.from_dict(own) if form is Boosted else form(**own)
+        residuals = tuple(values["interval"]) if "interval" in values else None
+        mean = ClassMean(**values["class_mean"])
+        return cls(values["name"], values["settings"], values["min_tokens"], fitted, mean, residuals)
+
+
+def usable(rows: Rows) -> list[str]:
+    """The names of `PREDICTORS` whose signals these rows have."""
+    return [
+        name for name, (_, own) in PREDICTORS.items() if name in DO_WITHOUT or set(own) <= set(rows.signals)
+    ]
 
 
 def stratified_folds(classes: np.ndarray, folds: int, seed: int) -> np.ndarray:
     """Fold of every row [R]: each class is shuffled and dealt out, going on where the last one stopped.
 
-    Raises InputError where there are fewer rows than folds or a class has one row, whose mean out of fold is
-    none.
+    A class of one row is predicted out of fold as a class never seen. Raises InputError where there are fewer rows
+    than folds.
     """
     if len(classes) < folds:
         raise InputError(f"{len(classes)} fit requests cannot make {folds} folds; lower calibrate_fwp.folds")
@@ -86,72 +132,53 @@ def stratified_folds(classes: np.ndarray, folds: int, seed: int) -> np.ndarray:
     fold, dealt = np.empty(len(classes), dtype=np.int64), 0
     for name in sorted(set(classes)):
         rows = np.flatnonzero(classes == name)
-        if len(rows) < 2:
-            raise InputError(
-                f"class '{name}' has {len(rows)} fit request; at least 2 are needed: merge the class"
-            )
         fold[generator.permutation(rows)] = (dealt + np.arange(len(rows))) % folds
         dealt += len(rows)
     return fold
 
 
-def fit_predictor(
-    name: str, requests: Rows, damage: np.ndarray, fold: np.ndarray, min_tokens: int
-) -> tuple[Predictor, np.ndarray]:
-    """Fit predictor `name` on fit requests; returns it and its out-of-fold predictions [R] of the same rows.
+def fit_predictor(name: str, requests: Rows, damage: np.ndarray, min_tokens: int) -> Predictor:
+    """Fit predictor `name` on `damage` [R] nats of fit requests, its hyperparameters chosen on these rows alone.
 
-    `damage` [R] nats; `fold` [R]. Prompts
-    shorter than `min_tokens` take no part in ridge and isotonic fits. The ridge's penalty is the one with
-    the least out-of-fold error on these rows; the out-of-fold predictions use that one penalty.
+    Prompts shorter than `min_tokens` take no part in ridge, isotonic and boosted fits.
     """
+    return refit(name, {}, requests, damage, min_tokens)
+
+
+def refit(
+    name: str, settings: dict[str, float], requests: Rows, damage: np.ndarray, min_tokens: int
+) -> Predictor:
+    """Fit with given hyperparameters; those that `settings` lacks are chosen. Rows may repeat a request."""
     form, signals = PREDICTORS[name]
     means = fit_class_mean(requests, damage)
     if form == "class_mean":
-        fit: Fit = fit_class_mean
-    elif form == "isotonic":
-        fit = lambda rows, values: fit_isotonic(rows, values, signals[0])  # noqa: E731
-    else:
-        trials = [
-            _out_of_fold(_ridge(signals, p), requests, damage, fold, name, min_tokens) for p in PENALTIES
-        ]
-        errors = [float(np.mean((trial - damage) ** 2)) for trial in trials]
-        fit = _ridge(signals, PENALTIES[int(np.argmin(errors))])
-    long = _long(requests, min_tokens, form)
-    fitted = Predictor(name, min_tokens, fit(requests[long], damage[long]), means)
-    return fitted, _out_of_fold(fit, requests, damage, fold, name, min_tokens)
-
-
-def _ridge(signals: tuple[str, ...], penalty: float) -> Fit:
-    return lambda requests, damage: fit_ridge(requests, damage, signals, penalty)
-
-
-def _long(requests: Rows, min_tokens: int, form: str) -> np.ndarray:
-    """The rows that a fit may use [R] bool."""
-    if form == "class_mean":
-        return np.ones(len(requests), dtype=bool)
+        return Predictor(name, {}, min_tokens, means, means)
+    if form == "shrunk_mean":
+        shrunk = fit_shrunk_mean(requests, damage)
+        return Predictor(name, {}, min_tokens, shrunk, shrunk)
     long = requests.prompt_tokens >= min_tokens
     if long.sum() < 2:
         raise InputError(
             f"{int(long.sum())} of {len(long)} fit prompts have at least {min_tokens} tokens, so nothing "
             "can be calibrated; lower calibrate_fwp.min_tokens, or give longer prompts"
         )
-    return long
+    rows, target = requests[long], damage[long]
+    signals = tuple(own for own in signals if own != OPTIONAL or own in requests.signals)
+    if form == "isotonic":
+        return Predictor(name, {}, min_tokens, fit_isotonic(rows, target, signals[0]), means)
+    if form == "boosted":
+        return Predictor(name, {}, min_tokens, fit_boosted(rows, target, signals), means)
+    ridge = fit_ridge(rows, target, signals, settings.get("penalty"))
+    return Predictor(name, {"penalty": ridge.penalty}, min_tokens, ridge, means)
 
 
-def _out_of_fold(
-    fit: Fit,
-    requests: Rows,
-    damage: np.ndarray,
-    fold: np.ndarray,
-    name: str,
-    min_tokens: int,
+def out_of_fold(
+    name: str, requests: Rows, damage: np.ndarray, fold: np.ndarray, min_tokens: int
 ) -> np.ndarray:
-    """Predictions [R], each made by a fit on the other folds."""
+    """Predictions [R], each by a fit on the other folds, hyperparameters included; `fold` [R]."""
     predicted = np.empty(len(damage))
     for held in np.unique(fold):
-        rest, form = fold != held, PREDICTORS[name][0]
-        train, target = requests[rest], damage[rest]
-        long = _long(train, min_tokens, form)
-        fitted = Predictor(name, min_tokens, fit(train[long], target[long]), fit_class_mean(train, target))
+        rest = fold != held
+        fitted = fit_predictor(name, requests[rest], damage[rest], min_tokens)
         predicted[~rest] = fitted.predict(requests[~rest])
     return predicted

@@ -1,5 +1,6 @@
 """The calibration step on made scores with a planted law between FWP and damage."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,21 @@ import pytest
 import yaml
 
 from tasks.calibrate_fwp import main, run
-from tasks.contracts import ExpertStatistics, InputError, PrefillRouting, TokenScores, read_json
+from tasks.contracts import ExpertStatistics, Fragility, InputError, PrefillRouting, TokenScores, read_json
 from tasks.params import CalibrateFwp, load_params
-from tasks.risk.fwp import log_fwp, prompt_tokens, token_strength
+from tasks.risk.drift import Drift
+from tasks.risk.fwp import (
+    log_fwp,
+    measured_weight,
+    normalised,
+    prompt_tokens,
+    separable,
+    token_strength,
+    weighted_log_ppl,
+)
 from tasks.risk.holdout_table import show
 from tasks.risk.maps import Rows
-from tasks.risk.predictor import Predictor
+from tasks.risk.predictor import Predictor, refit
 
 ROOT = Path(__file__).parents[2]
 INSTANCES = ["W2", "W4"]
@@ -22,7 +32,8 @@ LAYERS, EXPERTS, PICKS = 2, 6, 2
 
 def settings(**changes):
     own = load_params(ROOT / "params.yaml").calibrate_fwp.model_dump()
-    return CalibrateFwp(**{**own, "bootstrap": 60, "strength": "gate_prob", **changes})
+    small = {"bootstrap": 60, "splits": 2, "strength": "gate_prob", "predictor": "ridge"}
+    return CalibrateFwp(**{**own, **small, **changes})
 
 
 class World:
@@ -62,6 +73,17 @@ class World:
         load = generator.integers(10, 100, (LAYERS, EXPERTS)).astype(np.int64)
         self.load = load
         ExpertStatistics(np.arange(LAYERS), load, load * 1.0, load * 1.0).save(root / "experts.safetensors")
+        self.phi = {
+            Fragility.key(f"taylor_{kind}", name): generator.normal(0.1, 0.1, (LAYERS, EXPERTS))
+            for kind in ("kl", "dnll")
+            for name in INSTANCES
+        }
+        self.write_fragility(self.phi)
+
+    def write_fragility(self, arrays):
+        folder = self.root / "decomposition"
+        folder.mkdir(exist_ok=True)
+        Fragility({"router_row_norm": np.ones((LAYERS, EXPERTS)), **arrays}).save(folder)
 
     def write(self, name, rows=slice(None), scale=1.0):
         """Write the scores of `name`; the damage of request `rows` times `scale`."""
@@ -86,12 +108,21 @@ class World:
             self.root / "requests.parquet",
             self.root / "scores",
             self.root / "experts.safetensors",
+            self.root / "decomposition",
             INSTANCES,
             settings(**changes),
             target / "fwp",
             target / "fwp.json",
         )
         return metrics, pd.read_parquet(target / "fwp/predictions.parquet")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_trees():
+    """How many trees is no matter here, and they take most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tasks.risk.boosted.TREES", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +142,7 @@ def test_a_planted_law_is_found_and_baselines_miss_it(result):
     assert found["ridge"]["spearman_within"] > 0.95
     assert found["ridge"]["slope"] == pytest.approx(1, abs=0.1)
     assert found["ridge"]["r2"] > found["ridge_ppl"]["r2"] > found["class_mean"]["r2"]
+    assert found["ridge"]["r2"] == pytest.approx(found["ridge_fwp"]["r2"], abs=0.01)
     assert "spearman_within" not in found["class_mean"]  # constant inside a class
     assert abs(found["isotonic_length"].get("spearman_within", 0)) < 0.5
     signals = metrics["holdout"]["W2"]["signals"]
@@ -128,8 +160,9 @@ def test_predictions_file(world, result):
     _, table = result
     assert table["id"].tolist() == world.frame["id"].tolist()
     signals = ["log_ppl", "log_length", "routing_frequency", "log_fwp_gate_prob", "log_fwp_router_row_norm"]
-    per_instance = [f"{c}_{i}" for i in INSTANCES for c in ("dnll", "kl", "predicted", "class_mean")]
-    fixed = ["id", "class", "split", "prompt_tokens", "scored_tokens", "log_fwp"]
+    own = ("dnll", "kl", "predicted", "class_mean", "separable", "log_fwp_measured")
+    per_instance = [f"{c}_{i}" for i in INSTANCES for c in own]
+    fixed = ["id", "class", "split", "prompt_tokens", "scored_tokens", "log_fwp", "outside", "outside_reason"]
     assert set(table.columns) == {*fixed, *signals, *per_instance}
     assert table["log_fwp"].to_numpy() == pytest.approx(world.log_fwp)
     assert np.array_equal(table["log_fwp"], table["log_fwp_gate_prob"])
@@ -155,11 +188,22 @@ def test_predictions_file(world, result):
 def test_the_predictor_file_gives_the_holdout_predictions_again(world, result):
     _, table = result
     saved = read_json(world.root / "out/fwp/predictor.json")
-    assert saved["version"] >= 1 and saved["scorer"] == "W4" and saved["damage"] == "kl"
-    holdout = table[table["split"] == "holdout"]
+    assert saved["version"] == 2 and saved["scorer"] == "W4" and saved["damage"] == "kl"
+    assert saved["fragility"] == "taylor_kl"
+    holdout, fit = table[table["split"] == "holdout"], table[table["split"] == "fit"]
+    drift = Drift.from_dict(saved)
     for name in INSTANCES:
-        predicted = Predictor.from_dict(saved["instances"][name]).predict(Rows.of(holdout))
-        assert np.array_equal(predicted, holdout[f"predicted_{name}"])
+        fitted, rows = Predictor.from_dict(saved["instances"][name]), Rows.of(holdout, name)
+        assert np.array_equal(fitted.predict(rows), holdout[f"predicted_{name}"])
+        low, high = fitted.interval(rows).T
+        covered = ((low <= holdout[f"kl_{name}"]) & (holdout[f"kl_{name}"] <= high)).mean()
+        assert result[0]["coverage"][name] == pytest.approx(covered)
+        assert covered > 0.75  # 60 requests, nominally 0.9: standard error 0.04
+        again = refit(fitted.name, fitted.settings, Rows.of(fit, name), fit[f"kl_{name}"].to_numpy(), 32)
+        assert again.predict(rows) == pytest.approx(fitted.predict(rows), abs=1e-12)
+    outside, reasons = drift.flags(table)
+    assert np.array_equal(outside, table["outside"]) and list(reasons) == list(table["outside_reason"])
+    assert not table.loc[fit.index, "outside"].any()
 
 
 def test_holdout_damage_changes_no_prediction(tmp_path):
@@ -196,10 +240,11 @@ def test_the_same_inputs_give_the_same_bytes(world, result):
 
 def test_strengths_are_reported(world, result):
     strengths = result[0]["strengths"]
-    assert set(strengths) == {"gate_prob", "router_row_norm"}
+    assert set(strengths) == {"gate_prob", "router_row_norm", "measured_W2", "measured_W4"}
     for report in strengths.values():
         assert report["std_weight"] > 0.05 and report["equals_ppl"] is False
         assert 0.5 < report["correlation_log_ppl"] < 1
+    assert strengths["measured_W2"]["unweighted_requests"] == 0
     # the wider the strengths, the further FWP is from PPL
     assert strengths["gate_prob"]["std_weight"] > strengths["router_row_norm"]["std_weight"]
 
@@ -227,12 +272,127 @@ def test_other_choices_of_scorer_part_and_form(world):
     assert (np.diff(order) >= 0).all() or (np.diff(order) <= 0).all()
 
 
+def test_signals_of_fragility_are_each_instances_own(world, result):
+    _, table = result
+    tokens = prompt_tokens(world.reference, world.routing, "token")
+    for name in INSTANCES:
+        phi = world.phi[f"taylor_kl_{name}"]
+        assert table[f"separable_{name}"].to_numpy() == pytest.approx(separable(world.routing, phi))
+        weight = normalised(measured_weight(world.routing, phi)[tokens.position], tokens.offset)
+        own = weighted_log_ppl(tokens.nll, weight, tokens.offset)
+        assert table[f"log_fwp_measured_{name}"].to_numpy() == pytest.approx(own)
+    assert not np.allclose(table["separable_W2"], table["separable_W4"])
+    signals = result[0]["holdout"]["W2"]["signals"]
+    assert {"separable", "log_fwp_measured_token", "log_fwp_measured_predictor"} <= set(signals)
+
+
+def test_the_measured_strength_is_each_instances_own(world):
+    _, table = world.run("measured", strength="measured", predictor="isotonic", damage="dnll", min_tokens=8)
+    for name in INSTANCES:
+        assert np.array_equal(table[f"log_fwp_{name}"], table[f"log_fwp_measured_{name}"])
+        order = (
+            table[table["split"] == "holdout"].sort_values(f"log_fwp_{name}")[f"predicted_{name}"].to_numpy()
+        )
+        assert (np.diff(order) >= 0).all() or (np.diff(order) <= 0).all()
+    both = table[["log_fwp_W2", "log_fwp_W4"]].mean(axis=1)
+    assert table["log_fwp"].to_numpy() == pytest.approx(both.to_numpy())
+    assert table["separable_W2"].to_numpy() == pytest.approx(
+        separable(world.routing, world.phi["taylor_dnll_W2"])
+    )
+    saved = read_json(world.root / "measured/fwp/predictor.json")
+    assert saved["fragility"] == "taylor_dnll"
+    assert {"log_fwp", "log_fwp_W2", "separable_W4"} <= set(saved["fit_range"]["signals"])
+
+
+def test_auto_chooses_what_predicts_and_says_why(world):
+    metrics, table = world.run("auto", predictor="auto")
+    chosen = metrics["chosen"]["W2"]
+    assert chosen["name"] == "ridge_fwp"  # the simplest that has the planted law
+    errors = chosen["errors"]
+    assert errors["class_mean"]["behind"] > errors["class_mean"]["behind_se"] > 0
+    assert errors["ridge_fwp"]["mse"] < 0.1 * errors["class_mean"]["mse"]
+    holdout = metrics["holdout"]["W2"]["predictors"]
+    assert holdout["auto"] == holdout["ridge_fwp"]
+    assert read_json(world.root / "auto/fwp/predictor.json")["instances"]["W2"]["name"] == "ridge_fwp"
+    fit = table[table["split"] == "fit"]
+    squared = (fit["predicted_W2"] - fit["kl_W2"]) ** 2
+    assert squared.mean() == pytest.approx(errors["ridge_fwp"]["mse"])
+    assert metrics["splits"]["targets"]["kl_response"]["W2"]["predictors"]["auto"]["chosen"]
+
+
+def test_splits_say_what_beats_the_class_mean(result):
+    splits = result[0]["splits"]
+    assert splits["count"] == 2 and splits["requests"] == {"fit": 60, "judged": 60}
+    assert set(splits["targets"]) == {"kl_response", "kl_prompt", "dnll_response", "dnll_prompt"}
+    found = splits["targets"]["kl_response"]["W2"]
+    assert found["ceiling"]["measurable"]
+    assert found["predictors"]["ridge"]["within_gain"] > 0.9
+    assert found["predictors"]["ridge"]["r2_gain_low"] > 0
+    assert found["adds"]["log_fwp"]["r2"] > found["adds"]["log_ppl"]["r2"] > found["adds"]["class"]["r2"]
+    for target, beats in splits["beats"].items():
+        for name, names in beats.items():
+            rows = splits["targets"][target][name]["predictors"]
+            assert names == [own for own, figures in rows.items() if figures.get("beats_class_mean")]
+    assert "ridge" in splits["beats"]["kl_response"]["W2"]
+
+
+def test_a_model_without_fragility_does_without(tmp_path):
+    world = World(tmp_path)
+    world.write_fragility({})
+    metrics, table = world.run()
+    assert metrics["absent_signals"] == ["separable", "measured"]
+    assert not any(column.startswith(("separable", "log_fwp_measured")) for column in table)
+    assert set(metrics["strengths"]) == {"gate_prob", "router_row_norm"}
+    assert "ridge_separable" not in metrics["holdout"]["W2"]["predictors"]
+    assert metrics["holdout"]["W2"]["predictors"]["ridge"]["r2"] > 0.95
+    assert "separable" not in metrics["splits"]["targets"]["kl_response"]["W2"]["adds"]
+    with pytest.raises(InputError, match="strength is 'measured', but this model has no fragility"):
+        world.run(strength="measured")
+
+
+def test_requests_unlike_the_fit_requests_are_flagged_and_counted(tmp_path):
+    world = World(tmp_path)
+    holdout = np.flatnonzero(world.frame["split"] == "holdout")
+    kinds = world.frame["class"].to_numpy(copy=True)
+    kinds[holdout[:5]] = "new"
+    world.frame.assign(**{"class": kinds}).to_parquet(tmp_path / "requests.parquet")
+    metrics, table = world.run()
+    assert (table.loc[holdout[:5], "outside_reason"].str.contains("class 'new' never seen")).all()
+    assert metrics["drift"]["holdout"]["reasons"]["class 'new' never seen"] == 5
+    assert metrics["drift"]["holdout"]["outside"] == table["outside"].sum()
+    assert metrics["drift"]["fit"]["outside"] == 0
+    fit = table[table["split"] == "fit"]
+    assert table.loc[holdout[0], "class_mean_W2"] == pytest.approx(fit["kl_W2"].mean())
+    assert np.isfinite(table["predicted_W2"]).all()
+
+
+def test_constant_signals_are_named(tmp_path):
+    world = World(tmp_path)
+    world.write_fragility({name: np.zeros((LAYERS, EXPERTS)) for name in world.phi})
+    metrics, table = world.run()
+    assert metrics["constant_signals"] == ["separable"]
+    # no expert is fragile: every token weighs the same
+    assert metrics["strengths"]["measured_W2"]["equals_ppl"] is True
+    assert metrics["strengths"]["measured_W2"]["unweighted_requests"] == 120
+    assert table["log_fwp_measured_W2"].to_numpy() == pytest.approx(table["log_ppl"].to_numpy())
+
+
 def test_the_table_prints_every_predictor_and_ceiling(result, capsys):
     show(result[0])
     shown = capsys.readouterr().out
     assert "W2" in shown and "W4" in shown and "ceiling" in shown
     for name in ("ridge", "isotonic_ppl", "class_mean", "ridge_routing_frequency"):
         assert name in shown
+    assert "beats the class mean within classes" in shown
+
+
+def test_the_table_says_so_if_nothing_beats_the_class_mean(result, capsys):
+    metrics = copy.deepcopy(result[0])
+    metrics["splits"]["beats"]["kl_response"]["W2"] = []
+    show(metrics)
+    shown = capsys.readouterr().out
+    assert "nothing beats the class mean within classes on W2; in use: ridge" in " ".join(shown.split())
+    assert "on W4" not in shown
 
 
 def test_unusable_inputs_are_named(tmp_path):
@@ -262,6 +422,41 @@ def test_unusable_inputs_are_named(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_unusable_scores_classes_and_fragility_are_named(tmp_path):
+    world = World(tmp_path, requests=24)
+    broken = TokenScores.load_from(tmp_path / "scores/W2")
+    broken.nll[broken.scored(3, "response").start] = np.nan
+    broken.save(tmp_path / "scores/W2")
+    with pytest.raises(
+        InputError, match=r"scores of W2: a loss of request 'r3' is NaN.*1 such requests of 24"
+    ):
+        world.run()
+    world.write("W2")
+    broken = TokenScores.load_from(tmp_path / "scores/W4")
+    broken.kl[broken.scored(5, "prompt").start] = np.inf
+    broken.nll[broken.offset[5]] = np.nan  # made from position 0 alone: never scored, no fault
+    broken.save(tmp_path / "scores/W4")
+    with pytest.raises(InputError, match="scores of W4: a kl of request 'r5' is NaN or infinite"):
+        world.run()
+    world.write("W4")
+    kinds = world.frame["class"].to_numpy(copy=True)
+    kinds[0] = "lonely"  # a fit request
+    world.frame.assign(**{"class": kinds}).to_parquet(tmp_path / "requests.parquet")
+    with pytest.raises(InputError, match=r"class 'lonely' has 1 fit request.*merge.*min_class_size"):
+        world.run()
+    world.frame.to_parquet(tmp_path / "requests.parquet")
+    world.write_fragility({name: phi for name, phi in world.phi.items() if name != "taylor_kl_W2"})
+    with pytest.raises(InputError, match=r"no fragility 'taylor_kl_W2' \(1 such\)"):
+        world.run()
+    world.write_fragility({name: phi[:1] for name, phi in world.phi.items()})
+    with pytest.raises(InputError, match=r"fragility of W2 is \(1, 6\).*expected finite \(2, 6\)"):
+        world.run()
+    (tmp_path / "decomposition/fragility.safetensors").unlink()
+    with pytest.raises(InputError, match="run the stage decompose_damage first"):
+        world.run()
+    assert not (tmp_path / "out").exists()
+
+
 def test_main_reads_the_pool_from_the_parameters(tmp_path, monkeypatch, capsys):
     # W3 has scores on disk but is not in the pool: it must not be read.
     artifacts = tmp_path / "artifacts"
@@ -274,7 +469,7 @@ def test_main_reads_the_pool_from_the_parameters(tmp_path, monkeypatch, capsys):
     world.write("W3")
     params = yaml.safe_load((ROOT / "params.yaml").read_text())
     params["quantize_instances"]["bits"] = [2, 4]
-    params["calibrate_fwp"] |= {"bootstrap": 30, "min_tokens": 8}
+    params["calibrate_fwp"] |= {"bootstrap": 30, "splits": 2, "min_tokens": 8}
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(params))
     monkeypatch.chdir(tmp_path)
     main()

@@ -6,7 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.contracts import PrefillRouting, TokenScores
-from tasks.risk.fwp import fwp, log_fwp, prompt_tokens, segment_mean, strength_report, token_strength
+from tasks.risk.fwp import (
+    expected_damage,
+    fwp,
+    log_fwp,
+    measured_weight,
+    normalised,
+    prompt_tokens,
+    segment_mean,
+    separable,
+    strength_report,
+    token_strength,
+    weight_report,
+    weighted_log_ppl,
+)
 
 positive = st.floats(0.01, 100)
 pairs = st.lists(st.tuples(st.floats(0, 20), positive), min_size=1, max_size=30)
@@ -104,6 +117,51 @@ def test_vectorised_equals_the_plain_loop(align, strength):
             weights.append(1 / np.mean(chosen, dtype=np.float64))
             losses.append(scores.nll[scores.offset[request] + t - 1])
         assert got[request] == pytest.approx(np.dot(weights, losses) / np.sum(weights), rel=1e-6)
+
+
+def test_measured_and_separable_by_hand():
+    # Three tokens, two layers, two picks, phi of layer 0: 1, -2, 3 and of layer 1: 0, 4, -1 nats.
+    # Token 0: 0.6 * 1 + 0.4 * 3 and 0.5 * 4 - 0.5 * 1:  1.8 + 1.5 = 3.3;  without the negative: 1.8 + 2   = 3.8
+    # Token 1: -0.3 * 2 + 0.7 * 1 and 0.2 * 0 - 0.8 * 1:  0.1 - 0.8 = -0.7; without the negative: 0.7 + 0   = 0.7
+    # Token 2: its layer 1 dropped both picks (weight 0): -0.5 * 2 + 0.5 * 3 = 0.5;              1.5
+    index = [[[0, 2], [1, 2]], [[1, 0], [0, 2]], [[1, 2], [1, 0]]]
+    weight = [[[0.6, 0.4], [0.5, 0.5]], [[0.3, 0.7], [0.2, 0.8]], [[0.5, 0.5], [0.0, 0.0]]]
+    phi = np.array([[1.0, -2, 3], [0, 4, -1]])
+    routing = routing_of(weight, index, norms=np.ones((2, 3)), offset=[0, 2, 3])
+    assert expected_damage(routing, phi) == pytest.approx([3.3, -0.7, 0.5])
+    assert measured_weight(routing, phi) == pytest.approx([3.8, 0.7, 1.5])
+    # Requests of tokens 0, 1 and of token 2: (3.3 - 0.7) / 2 = 1.3, and 0.5.
+    assert separable(routing, phi) == pytest.approx([1.3, 0.5])
+    # By A_prompt instead: request 0 gives expert (0, 0) 0.6 and 0.7, on average 0.65, and so on.
+    affinity = np.array([[0.65, 0.15, 0.2], [0.1, 0.25, 0.65]])
+    assert (affinity * phi).sum() == pytest.approx(1.3)
+    # Weights 3.8 and 0.7 have mean 2.25: log FWP of losses 1 and 3 is (3.8 * 1 + 0.7 * 3) / 2.25 / 2.
+    offset = np.array([0, 2, 3])
+    shares = normalised(measured_weight(routing, phi), offset)
+    assert shares == pytest.approx([3.8 / 2.25, 0.7 / 2.25, 1])
+    losses = np.array([1.0, 3, 2])
+    assert weighted_log_ppl(losses, shares, offset) == pytest.approx([5.9 / 4.5, 2])
+    with pytest.raises(ValueError, match=r"\(3, 2\)"):
+        separable(routing, phi.T)
+
+
+def test_a_request_that_no_fragile_expert_touches_has_fwp_equal_to_ppl():
+    losses, offset = np.array([1.0, 3, 5]), np.array([0, 2, 3])
+    shares = normalised(np.array([0.0, 0, 7]), offset)
+    assert shares.tolist() == [1, 1, 1]
+    assert weighted_log_ppl(losses, shares, offset).tolist() == [2, 5]
+
+
+@given(st.floats(0.01, 100))
+def test_equal_fragility_with_weights_that_sum_to_one_is_perplexity(phi):
+    scores, routing = random_requests()
+    weight = routing.weight / routing.weight.sum(axis=-1, keepdims=True)
+    own = PrefillRouting(routing.offset, routing.index, weight, routing.gate_prob, routing.router_row_norm)
+    tokens = prompt_tokens(scores, own, "token")
+    shares = normalised(measured_weight(own, np.full((3, 5), phi))[tokens.position], tokens.offset)
+    report = weight_report(tokens, shares)
+    assert report["equals_ppl"] is True
+    assert separable(own, np.full((3, 5), phi)) == pytest.approx(np.full(7, 3 * phi))  # 3 layers, each phi
 
 
 def test_renormalised_routing_weights_are_perplexity():
