@@ -49,7 +49,7 @@ INTRODUCTION = """
 A prefill of one prompt by the scorer that already yields every prompt loss, against the same with signals read from
 the routing on the way: median over paired rounds of the ratio less 1, 95 % interval by order statistics in brackets.
 CPU seconds of the process are the main figure, wall time stands beside them. `inside`: the share of the pass's CPU
-time that is spent in the hooks and in the arithmetic after the losses, timed directly, median. The last column
+time that is spent in the hooks and in the arithmetic after the losses, timed directly. The last column
 compares with a prefill that yields the last position's logits alone, as plain generation does; `no signal` is what all
 prompt losses cost by themselves.
 """
@@ -103,6 +103,7 @@ def inside() -> Iterator[list[float]]:
         patch.object(LayerHooks, "at_router", timed(LayerHooks.at_router)),
         patch.object(LayerHooks, "at_experts", timed(LayerHooks.at_experts)),
         patch.object(PickSums, "pop", timed(PickSums.pop)),
+        patch("tasks.moe.prefill.moe_layers", timed(moe_layers)),
         patch(f"{__name__}.batch_signals", timed(online.batch_signals)),
         patch(f"{__name__}.pick_values", timed(online.pick_values)),
     ):
@@ -175,11 +176,11 @@ def report(rows: list[dict[str, Any]]) -> str:
 
         plain = float(np.median([row["losses"]["cpu"] for row in own]))
         for way in ("fwp", "everything"):
-            share = float(np.median([row[way]["inside"] / row[way]["cpu"] for row in own]))
+            share = np.array([row[way]["inside"] / row[way]["cpu"] for row in own])
             cpu = median_interval(ratio(way, "losses", "cpu"))
             cells = [
                 str(tokens), NAMES[way], str(len(own)), threads, f"{plain:.2f}", _percent(*cpu),
-                _percent(*median_interval(ratio(way, "losses", "wall"))), f"{100 * share:.2f} %",
+                _percent(*median_interval(ratio(way, "losses", "wall"))), _percent(*median_interval(share)),
                 f"{100 * PAPER[tokens]:.1f} %" if way == "fwp" and tokens in PAPER else "", _verdict(cpu),
                 _percent(*median_interval(ratio(way, "last", "cpu"))),
             ]  # fmt: skip

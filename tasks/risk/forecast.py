@@ -103,10 +103,14 @@ class Forecaster:
         columns["outside"], columns["outside_reason"] = self.drift.flags(judged)
         return frame.assign(**columns)
 
+    @property
+    def min_tokens(self) -> int:
+        """Below so many tokens, some instance's prediction is its class mean."""
+        return max(predictor.min_tokens for predictor in self.predictors.values())
+
     def short(self, frame: pd.DataFrame) -> np.ndarray:
-        """[R] bool: prompts so short that some instance's prediction is its class mean."""
-        least = max(predictor.min_tokens for predictor in self.predictors.values())
-        return (frame["prompt_tokens"] < least).to_numpy()
+        """[R] bool: prompts of fewer than `min_tokens` tokens."""
+        return (frame["prompt_tokens"] < self.min_tokens).to_numpy()
 
 
 def _read(path: Path, scorer: str, instances: list[str]) -> dict[str, Any]:

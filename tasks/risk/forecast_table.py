@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tasks.risk.forecast import Forecaster
+from tasks.risk.predictor import CLASS_MEANS
 
 SHOWN = 10  # prompts that are printed
 
@@ -74,18 +75,25 @@ def show(totals: Totals, forecaster: Forecaster, notes: list[str], console: Cons
             str(row["prompt_tokens"]),
             f"{row['log_fwp']:.2f}",
         ]
-        table.add_row(*known, *cells, escape(row["outside_reason"]))
+        table.add_row(*known, *cells, escape(in_short(row["outside_reason"])))
     console.print(table)
     if totals.prompts > 1:
         summary = Table(title=f"all {totals.prompts} prompts", title_justify="left")
-        for column in ("instance", "mean predicted", "least", "largest"):
-            summary.add_column(column, justify="right")
+        for column in ("instance", "mean predicted", "least", "largest", "predictor"):
+            summary.add_column(column, justify="left" if column == "predictor" else "right")
         for name in totals.instances:
             figures = totals.added[name] / totals.prompts, totals.least[name], totals.largest[name]
-            summary.add_row(name, *(f"{value:.3f}" for value in figures))
+            predictor = forecaster.predictors[name].name.replace("_", " ")
+            summary.add_row(name, *(f"{value:.3f}" for value in figures), predictor)
         console.print(summary)
     for line in [*meaning(totals, forecaster), *notes]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def in_short(reasons: str) -> str:
+    """The first of several reasons, and how many more there are."""
+    first, *others = reasons.split("; ")
+    return f"{first}, {len(others)} more" if others else first
 
 
 def meaning(totals: Totals, forecaster: Forecaster) -> list[str]:
@@ -96,6 +104,11 @@ def meaning(totals: Totals, forecaster: Forecaster) -> list[str]:
         f"read off one prefill by {forecaster.scorer}; log FWP under the strength {forecaster.strength}. In brackets: "
         "where 90 % of the true values lay, out of fold, on the fit requests.",
     ]
+    if all(predictor.name in CLASS_MEANS for predictor in forecaster.predictors.values()):
+        lines.append(
+            "predictor: class means, for nothing that a prefill tells was better on the fit requests: prompts of one "
+            "class have one prediction."
+        )
     if totals.outside:
         reasons = ", ".join(f"{reason} {count}" for reason, count in totals.reasons.most_common(5))
         lines.append(
@@ -104,6 +117,7 @@ def meaning(totals: Totals, forecaster: Forecaster) -> list[str]:
         )
     if totals.short:
         lines.append(
-            f"{totals.short} of {totals.prompts} prompts are too short to say much: they have the mean of their class."
+            f"{totals.short} of {totals.prompts} prompts have fewer than {forecaster.min_tokens} tokens, too few to "
+            "say much: they have the mean of their class."
         )
     return lines
