@@ -63,6 +63,19 @@ def forward_tokens(params: Params) -> dict[str, int]:
     return tokens
 
 
+def decomposition_tokens(params: Params, shape: ModelShape) -> int:
+    """Tokens of decompose_damage, in passes through the whole model: one that begins at its lowest swapped layer counts
+    the part above, half of it for one block and two thirds for a pair, and a gradient as one more pass."""
+    swaps, requests = params.decompose_damage, params.prepare_requests
+    every = shape.moe_layers * (shape.experts if swaps.level == "expert" else 1)
+    pairs = min(swaps.pairs, every * (every - 1) // 2)
+    asked = (swaps.fit_requests + swaps.holdout_requests) * requests.mean_tokens * (3 + every / 2 + pairs * 2 / 3)
+    layers = min(swaps.swap_layers, shape.moe_layers)
+    experts = swaps.swap_tokens * (1 + (layers * shape.experts + swaps.super_experts) / 2)
+    gradients = (2 + swaps.probes) * requests.calibration_tokens
+    return int(len(params.quantize_instances.bits) * (asked + experts) + gradients)
+
+
 def evaluation_tokens(params: Params) -> int:
     """Forward tokens of one evaluated model: its questions, and the held-out text."""
     requests = params.prepare_requests
@@ -287,6 +300,8 @@ def stage_cost(name: str, params: Params, shape: ModelShape, gflops: float) -> S
     """Cost of stage `name` (DVC's name) where matrix products reach `gflops`, 10^9 operations a second."""
     step, _, item = name.partition("@")
     tokens = forward_tokens(params).get(name, 0)
+    if step == "decompose_damage":
+        tokens = decomposition_tokens(params, shape)
     forward = 2.0 * shape.active_parameters * tokens / (gflops * 1e9 * FORWARD_EFFICIENCY)
     value_bytes = 2 if params.score_requests.compute_dtype == "bfloat16" else 4
     model_bytes = value_bytes * shape.parameters
@@ -318,6 +333,9 @@ def stage_cost(name: str, params: Params, shape: ModelShape, gflops: float) -> S
         disk = 16.0 * positions + routing + (hidden_bytes if step == "score_reference" else 0.0)
     elif step in ("evaluate_reference", "evaluate_instances", "evaluate_variants"):
         memory = model_bytes + 2 * logits_bytes
+    elif step == "decompose_damage":
+        memory = 2 * model_bytes + logits_bytes  # the reference and an instance side by side
+        disk = 8.0 * 6 * len(params.quantize_instances.bits) * shape.moe_layers * shape.experts
     elif step == "measure_throughput":
         together = model_bytes * (1 + len(params.quantize_instances.bits))
         memory = together if together <= RESIDENT_BYTES else model_bytes  # else one after the other

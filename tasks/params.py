@@ -116,6 +116,7 @@ class PrepareRequests(Section):
     count: PositiveInt
     mean_tokens: PositiveInt
     prompt_tokens: PositiveInt
+    responses: Literal["given", "sampled"]
     response_tokens: PositiveInt
     long_prompt_tokens: PositiveInt
     long_share: Annotated[float, Field(ge=0, le=1)]
@@ -204,6 +205,7 @@ class CalibrateFwp(Section):
     strengths: Annotated[list[Literal["gate_prob", "router_row_norm", "measured"]], Field(min_length=1)]
     align: Literal["token", "predictor"]
     strength: Literal["gate_prob", "router_row_norm", "measured"]
+    position_0: bool
     predictor: Literal[
         "auto",
         "class_mean",

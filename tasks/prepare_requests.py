@@ -3,7 +3,8 @@
 In: the tokenizer of artifacts/reference; rows of the source: `packaged` (worked examples and text of
 installed packages), `synthetic` (made-up domains, for the tiny model), `jsonl` (a file) or `hub` (a data
 set). A jsonl or hub source gives requests alone; the rest is packaged, less what its requests hold.
-Out: artifacts/requests (contracts.py) and metrics/requests.json. Costs seconds; no model runs.
+Out: artifacts/requests (contracts.py) and metrics/requests.json. Costs seconds and runs no model, unless responses are
+to be sampled from the reference: that many decoded tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from tasks.console import run_step, timed
 from tasks.contracts import REQUEST_COLUMNS, project_root, replacing_folder, write_json
 from tasks.moe.checkpoint import load_tokenizer
 from tasks.params import PrepareRequests, load_params
-from tasks.sources import companions, hub_rows, jsonl, packaged, split, synthetic_rows
+from tasks.sources import companions, hub_rows, jsonl, packaged, sampled, split, synthetic_rows
 from tasks.sources.rows import Corpus, Row
 from tasks.sources.selection import choose, merge_small_classes, split_fit_holdout
 from tasks.sources.tokens import TokenRow, Tokens
@@ -36,11 +38,15 @@ def run(reference: Path, params: PrepareRequests, folder: Path) -> dict[str, Any
     left_out: Counter[str] = Counter()
     with timed("choosing requests"):
         usable = usable_rows(corpus.requests, tokens, params, left_out)
+        if params.responses == "sampled":
+            usable = sampled.with_room(usable, params.response_tokens)
         groups, merged = merge_small_classes(usable, params.count, params.min_class_size)
         requests = choose(groups, params)
         splits = split_fit_holdout(requests, params)
     for small, into in merged.items():
         print(f"  class {small} has too few rows for {params.min_class_size} requests: merged into {into}")
+    if params.responses == "sampled":
+        requests = sampled.sampled_rows(requests, reference, tokens, params.response_tokens, params.seed)
     calibration_rows, text_rows, question_rows = (
         _disjoint(rows, requests, left_out) for rows in (corpus.calibration, corpus.text, corpus.questions)
     )
@@ -49,6 +55,7 @@ def run(reference: Path, params: PrepareRequests, folder: Path) -> dict[str, Any
     questions = companions.questions(question_rows, tokens, params)
     metrics = {
         "source": params.source,
+        "responses": params.responses,
         "requests": len(requests),
         "fit": splits.count("fit"),
         "holdout": splits.count("holdout"),
@@ -157,6 +164,7 @@ def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     params = load_params()
+    torch.set_num_threads(params.runtime.threads)
     metrics = run(Path("artifacts/reference"), params.prepare_requests, Path("artifacts/requests"))
     write_json("metrics/requests.json", metrics)
 

@@ -56,6 +56,10 @@ class Tokens:
     def bare(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False).input_ids
 
+    def text(self, ids: list[int]) -> str:
+        """The text of a response's ids."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
     def prompt(self, text: str) -> tuple[str, list[int]]:
         """The prompt as the model gets it, and its ids."""
         if not self._chat_template:

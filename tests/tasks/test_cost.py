@@ -10,6 +10,7 @@ from tasks.contracts import GIB, InputError
 from tasks.cost import (
     QWEN3_30B_A3B,
     TINY,
+    decomposition_tokens,
     evaluation_tokens,
     forward_tokens,
     reference_shape,
@@ -29,7 +30,8 @@ def params() -> Params:
 
 
 def test_the_default_run_is_under_its_budget_of_forward_tokens(params):
-    assert sum(forward_tokens(params).values()) < 190_000
+    shape = reference_shape(params.prepare_reference)
+    assert sum(forward_tokens(params).values()) + decomposition_tokens(params, shape) < 245_000
 
 
 def test_gptq_walks_the_calibration_tokens_through_the_layers(params):
@@ -55,6 +57,17 @@ def test_forward_tokens_by_hand(params):
     assert tokens["prepare_reference"] == 8_192 + 2 * 1_536
     assert tokens["measure_experts"] == tokens["build_variants@rq"] == 4_096
     assert len(tokens) == 1 + 2 + 4 + 1 + 5
+
+
+def test_tokens_of_the_decomposition_by_hand(params):
+    """15 layers, 16 experts, three instances. 6 requests of at most 160 tokens through 3 + 15 / 2 + 6 x 2 / 3 = 14.5 passes;
+    256 tokens through 1 + (16 + 3) / 2 = 10.5; 4,096 calibration tokens three times."""
+    swaps = params.decompose_damage.model_copy(
+        update={"fit_requests": 2, "holdout_requests": 4, "pairs": 6, "swap_layers": 1, "swap_tokens": 256}
+    )
+    shape = reference_shape(params.prepare_reference)
+    tokens = decomposition_tokens(params.model_copy(update={"decompose_damage": swaps}), shape)
+    assert tokens == 3 * (13_920 + 2_688) + 12_288
 
 
 def test_a_benchmark_counts_its_limit(params):

@@ -180,3 +180,60 @@ def test_the_shared_requests(reference, tmp_path):
     metrics = prepare_requests.run(reference, values, tmp_path / "requests")
     assert metrics["requests"] == 84 and len(metrics["classes"]) >= 6
     assert metrics["left_out"]["empty_response"] > 0
+
+
+def test_responses_drawn_by_the_reference(tiny_reference, tmp_path):
+    """As long as asked for, the same again, prompts and split those of the given responses."""
+    own = {
+        "source": "synthetic",
+        "count": 16,
+        "mean_tokens": 160,
+        "prompt_tokens": 192,
+        "response_tokens": 24,
+    }
+    own |= {"long_prompt_tokens": 32, "long_share": 0.0, "perplexity_tokens": 200, "questions": 4}
+    given = prepare_requests.run(tiny_reference, params(**own), tmp_path / "given")
+    metrics = prepare_requests.run(tiny_reference, params(**own, responses="sampled"), tmp_path / "a")
+    prepare_requests.run(tiny_reference, params(**own, responses="sampled"), tmp_path / "b")
+    assert (metrics["responses"], given["responses"]) == ("sampled", "given")
+    frame, again = (pd.read_parquet(tmp_path / name / "requests.parquet") for name in "ab")
+    pd.testing.assert_frame_equal(frame, again)
+    assert set(map(len, frame["response_ids"])) == {24}
+    assert len({tuple(ids) for ids in frame["response_ids"]}) > 12  # drawn, not one answer to all
+    ends = read_json(tiny_reference / "config.json")["eos_token_id"]
+    assert not any(ends in ids for ids in frame["response_ids"])
+
+
+def test_drawn_responses_follow_the_reference(tiny_reference):
+    """4,000 first tokens after one prompt: the likeliest come as often as the model says, within four standard errors."""
+    import torch
+
+    from tasks.moe.checkpoint import load_model
+    from tasks.sources.sampled import _draw
+
+    model = load_model(tiny_reference)
+    prompt = [1, 5, 9, 12]
+    torch.manual_seed(0)
+    drawn = _draw(model, [prompt] * 4000, 1)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, -1].float()
+    logits[model.config.eos_token_id] = -torch.inf
+    chance = logits.softmax(dim=-1)
+    count = torch.bincount(torch.tensor(drawn)[:, 0], minlength=len(chance))
+    for token in chance.topk(5).indices:
+        p = float(chance[token])
+        assert abs(float(count[token]) / 4000 - p) < 4 * (p * (1 - p) / 4000) ** 0.5
+
+
+def test_responses_that_do_not_fit_the_context_are_refused(tiny_reference, tmp_path):
+    own = {
+        "source": "synthetic",
+        "count": 16,
+        "mean_tokens": 10**6,
+        "prompt_tokens": 192,
+        "response_tokens": 10**5,
+    }
+    own |= {"long_prompt_tokens": 32, "long_share": 0.0, "responses": "sampled"}
+    with pytest.raises(InputError, match="100000 of response more than the model's context"):
+        prepare_requests.run(tiny_reference, params(**own), tmp_path / "requests")
+    assert not (tmp_path / "requests").exists()
