@@ -25,7 +25,7 @@ from tasks.risk.drift import Drift, drift_figures
 from tasks.risk.holdout import prediction_figures, rank_figures, stratified_draws
 from tasks.risk.holdout_table import show
 from tasks.risk.maps import constant_signals, fit_class_mean
-from tasks.risk.measured import ESTIMATOR, Measured, measure
+from tasks.risk.measured import Measured, estimator, measure
 from tasks.risk.predictor import fit_predictor, stratified_folds, usable
 from tasks.risk.resplit import resplit
 
@@ -78,7 +78,7 @@ def run(
     settings = {k: getattr(params, k) for k in ("scorer", "damage", "scored", "align", "strength")}
     predictor = {
         **settings,
-        "fragility": ESTIMATOR[params.damage],
+        "fragility": estimator(params.damage, params.position_0),
         "fit_range": drift.to_dict(),
         "instances": {name: found.predictor.to_dict() for name, found in chosen.items()},
         "version": VERSION,

@@ -29,13 +29,15 @@ from tasks.risk.fwp import (
     measured_weight,
     normalised,
     prompt_tokens,
+    separable,
     strength_report,
     token_strength,
     weight_report,
 )
 from tasks.risk.maps import Rows
 
-ESTIMATOR = {"kl": "taylor_kl", "dnll": "taylor_dnll"}  # the fragility of a damage, nats per routing weight
+# The name of the separable term that is not in use, among the signals to rank by.
+OTHER = {True: "separable_without_position_0", False: "separable_with_position_0"}
 
 Target = tuple[str, str, str]  # instance, damage, part
 
@@ -72,7 +74,8 @@ def measure(
     scorer, reference = scores[params.scorer], scores["reference"]
     routing = PrefillRouting.load_from(scores_folder / params.scorer)
     load = ExpertStatistics.load_from(experts_file).load.astype(np.float64)
-    phi = read_fragility(decomposition_folder, instances)
+    phi = read_fragility(decomposition_folder, instances, params.position_0)
+    other = read_fragility(decomposition_folder, instances, not params.position_0)
     if not phi and params.strength == MEASURED:
         raise InputError(
             f"calibrate_fwp.strength is '{MEASURED}', but this model has no fragility (an encoder-decoder has none): "
@@ -95,6 +98,8 @@ def measure(
         for kind in DAMAGES:
             values = token_damage(reference, scores[name], kind)
             raw[name, kind] = _raw_signals(plain, own, name, kind, params)
+            if kind in other:
+                raw[name, kind][OTHER[params.position_0]] = separable(routing, other[kind][name])
             for part in PARTS:
                 damage[name, kind, part] = request_means(values, scores[name], part)
                 halves[name, kind, part] = half_means(values, scores[name], part)
@@ -121,13 +126,20 @@ def read_scores(folder: Path, ids: list[str], instances: list[str]) -> dict[str,
     return scores
 
 
-def read_fragility(folder: Path, instances: list[str]) -> dict[str, dict[str, np.ndarray]]:
+def estimator(damage: str, first: bool) -> str:
+    """The fragility of a damage in fragility.safetensors, nats per routing weight; `first`: position 0 counted."""
+    return f"taylor_{damage}" if first else f"taylor_{damage}_without_first"
+
+
+def read_fragility(folder: Path, instances: list[str], first: bool) -> dict[str, dict[str, np.ndarray]]:
     """damage -> instance -> phi [L, E]; {} of a model for which decompose_damage knows none.
 
     Raises InputError where only some are there: then they are of another pool.
     """
     arrays = Fragility.load_from(folder).arrays
-    keys = {(kind, name): Fragility.key(ESTIMATOR[kind], name) for kind in DAMAGES for name in instances}
+    keys = {
+        (kind, name): Fragility.key(estimator(kind, first), name) for kind in DAMAGES for name in instances
+    }
     missing = sorted(set(keys.values()) - set(arrays))
     if len(missing) == len(keys):
         return {}

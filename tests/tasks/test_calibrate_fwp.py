@@ -1,6 +1,7 @@
 """The calibration step on made scores with a planted law between FWP and damage."""
 
 import copy
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ LAYERS, EXPERTS, PICKS = 2, 6, 2
 
 def settings(**changes):
     own = load_params(ROOT / "params.yaml").calibrate_fwp.model_dump()
-    small = {"bootstrap": 60, "splits": 2, "strength": "gate_prob", "predictor": "ridge"}
+    small = {"bootstrap": 30, "splits": 2, "strength": "gate_prob", "predictor": "ridge"}
     return CalibrateFwp(**{**own, **small, **changes})
 
 
@@ -74,9 +75,10 @@ class World:
         self.load = load
         ExpertStatistics(np.arange(LAYERS), load, load * 1.0, load * 1.0).save(root / "experts.safetensors")
         self.phi = {
-            Fragility.key(f"taylor_{kind}", name): generator.normal(0.1, 0.1, (LAYERS, EXPERTS))
+            Fragility.key(f"taylor_{kind}", name, first): generator.normal(0.1, 0.1, (LAYERS, EXPERTS))
             for kind in ("kl", "dnll")
             for name in INSTANCES
+            for first in (True, False)
         }
         self.write_fragility(self.phi)
 
@@ -189,7 +191,7 @@ def test_the_predictor_file_gives_the_holdout_predictions_again(world, result):
     _, table = result
     saved = read_json(world.root / "out/fwp/predictor.json")
     assert saved["version"] == 2 and saved["scorer"] == "W4" and saved["damage"] == "kl"
-    assert saved["fragility"] == "taylor_kl"
+    assert saved["fragility"] == "taylor_kl_without_first"
     holdout, fit = table[table["split"] == "holdout"], table[table["split"] == "fit"]
     drift = Drift.from_dict(saved)
     for name in INSTANCES:
@@ -206,9 +208,17 @@ def test_the_predictor_file_gives_the_holdout_predictions_again(world, result):
     assert not table.loc[fit.index, "outside"].any()
 
 
-def test_holdout_damage_changes_no_prediction(tmp_path):
-    world = World(tmp_path)
-    _, before = world.run("before")
+@pytest.fixture
+def copied(world, result, tmp_path):
+    """A world that may be changed, and the predictions before the change."""
+    other = copy.copy(world)
+    other.root = tmp_path / "copy"
+    shutil.copytree(world.root, other.root)
+    return other, result[1]
+
+
+def test_holdout_damage_changes_no_prediction(copied):
+    world, before = copied
     holdout = np.flatnonzero((world.frame["split"] == "holdout").to_numpy())
     for name in INSTANCES:
         world.write(name, holdout, scale=7.0)
@@ -217,14 +227,13 @@ def test_holdout_damage_changes_no_prediction(tmp_path):
     for name in INSTANCES:
         assert np.array_equal(before[f"predicted_{name}"], after[f"predicted_{name}"])
         assert np.array_equal(before[f"class_mean_{name}"], after[f"class_mean_{name}"])
-    assert (tmp_path / "before/fwp/predictor.json").read_bytes() == (
-        tmp_path / "after/fwp/predictor.json"
+    assert (world.root / "out/fwp/predictor.json").read_bytes() == (
+        world.root / "after/fwp/predictor.json"
     ).read_bytes()
 
 
-def test_a_prompt_that_grew_damage_moves_only_fits_without_it(tmp_path):
-    world = World(tmp_path)
-    _, before = world.run("before")
+def test_a_prompt_that_grew_damage_moves_only_fits_without_it(copied):
+    world, before = copied
     world.write("W2", 0, scale=50.0)  # a fit request
     _, after = world.run("after")
     # its own out-of-fold prediction comes from fits that never saw it; everybody else's moves
@@ -276,18 +285,22 @@ def test_signals_of_fragility_are_each_instances_own(world, result):
     _, table = result
     tokens = prompt_tokens(world.reference, world.routing, "token")
     for name in INSTANCES:
-        phi = world.phi[f"taylor_kl_{name}"]
+        phi = world.phi[f"taylor_kl_without_first_{name}"]
         assert table[f"separable_{name}"].to_numpy() == pytest.approx(separable(world.routing, phi))
         weight = normalised(measured_weight(world.routing, phi)[tokens.position], tokens.offset)
         own = weighted_log_ppl(tokens.nll, weight, tokens.offset)
         assert table[f"log_fwp_measured_{name}"].to_numpy() == pytest.approx(own)
     assert not np.allclose(table["separable_W2"], table["separable_W4"])
     signals = result[0]["holdout"]["W2"]["signals"]
-    assert {"separable", "log_fwp_measured_token", "log_fwp_measured_predictor"} <= set(signals)
+    both = {"separable", "separable_with_position_0"}
+    assert {*both, "log_fwp_measured_token", "log_fwp_measured_predictor"} <= set(signals)
+    assert signals["separable"] != signals["separable_with_position_0"]
 
 
 def test_the_measured_strength_is_each_instances_own(world):
-    _, table = world.run("measured", strength="measured", predictor="isotonic", damage="dnll", min_tokens=8)
+    _, table = world.run(
+        "measured", strength="measured", position_0=True, predictor="isotonic", damage="dnll", min_tokens=8
+    )
     for name in INSTANCES:
         assert np.array_equal(table[f"log_fwp_{name}"], table[f"log_fwp_measured_{name}"])
         order = (
@@ -445,8 +458,10 @@ def test_unusable_scores_classes_and_fragility_are_named(tmp_path):
     with pytest.raises(InputError, match=r"class 'lonely' has 1 fit request.*merge.*min_class_size"):
         world.run()
     world.frame.to_parquet(tmp_path / "requests.parquet")
-    world.write_fragility({name: phi for name, phi in world.phi.items() if name != "taylor_kl_W2"})
-    with pytest.raises(InputError, match=r"no fragility 'taylor_kl_W2' \(1 such\)"):
+    world.write_fragility(
+        {name: phi for name, phi in world.phi.items() if name != "taylor_kl_without_first_W2"}
+    )
+    with pytest.raises(InputError, match=r"no fragility 'taylor_kl_without_first_W2' \(1 such\)"):
         world.run()
     world.write_fragility({name: phi[:1] for name, phi in world.phi.items()})
     with pytest.raises(InputError, match=r"fragility of W2 is \(1, 6\).*expected finite \(2, 6\)"):
