@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -114,6 +115,23 @@ class Experts:
                 ):
                     views[name].copy_(part)
 
+    @contextmanager
+    def restored(self, kept: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Inside, the experts `kept`, (place of the MoE layer, expert), are as they were before anything was
+        quantized."""
+        held = [
+            (view[expert], view[expert].clone(), self._reference[place][name][expert])
+            for place, expert in kept
+            for name, view in self._views[place].items()
+        ]
+        for view, _, exact in held:
+            view.copy_(exact)
+        try:
+            yield
+        finally:
+            for view, quantized, _ in held:
+                view.copy_(quantized)
+
 
 def chosen(requests: Requests, count: int) -> Requests:
     """The first holdout requests of every class in the file's order, `count` in all."""
@@ -172,12 +190,19 @@ def losses(model: Any, requests: Requests, batch_tokens: int, label: str, refere
     return Losses(hidden, nll.double().numpy(), kl.clamp_(min=0).double().numpy())
 
 
-def measured(setting: Setting, requests: Requests, reference: Losses, own: Losses) -> Result:
+def request_means(requests: Requests, reference: Losses, own: Losses) -> dict[str, np.ndarray]:
+    """The damage "dnll" and "kl" of every request [R]: means over its response tokens."""
     counts = [len(ids) - int(n) for ids, n in zip(requests.sequences, requests.prompt_length, strict=True)]
     ends = np.cumsum(counts).tolist()
+    return {
+        damage: np.array([part.mean() for part in np.split(values, ends[:-1])])
+        for damage, values in (("dnll", own.nll - reference.nll), ("kl", own.kl))
+    }
+
+
+def measured(setting: Setting, requests: Requests, reference: Losses, own: Losses) -> Result:
     found = {}
-    for damage, values in (("dnll", own.nll - reference.nll), ("kl", own.kl)):
-        means = np.array([part.mean() for part in np.split(values, ends[:-1])])
+    for damage, means in request_means(requests, reference, own).items():
         found[damage] = float(means.mean())
         found[f"{damage}_error"] = float(means.std(ddof=1) / np.sqrt(len(means)))
     return Result(**asdict(setting), **found)
@@ -197,8 +222,8 @@ def run(settings: Sequence[Setting], count: int, artifacts: Path, out: Path, par
         raise InputError("a calibration sequence is also a holdout request: run prepare_requests again")
     stamp = {
         "version": VERSION,
-        "requests": _digest(requests.sequences),
-        "calibration": _digest(calibration),
+        "requests": digest(requests.sequences),
+        "calibration": digest(calibration),
         "reference": [file_sha256(path) for path in sorted(folder.glob("*.safetensors"))],
         "gptq": asdict(gptq),
     }
@@ -295,7 +320,7 @@ def _cell(result: Result | None) -> str:
     return "" if result is None else f"{result.dnll:.3f} ± {result.dnll_error:.3f} ({result.kl:.3f})"
 
 
-def _digest(sequences: Sequence[Sequence[int]]) -> str:
+def digest(sequences: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(json.dumps([list(map(int, ids)) for ids in sequences]).encode()).hexdigest()
 
 

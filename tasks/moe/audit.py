@@ -151,7 +151,7 @@ def _some(findings: list[Finding]) -> str:
 
 
 def _touched(found: Finding) -> bool:
-    return found.storage.quantized or found.same is False
+    return found.same is False or (found.storage.quantized and not found.protected)
 
 
 def _finding_json(found: Finding) -> dict[str, Any]:
