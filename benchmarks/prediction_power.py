@@ -26,7 +26,7 @@ import typer
 from scipy.stats import binomtest
 
 from tasks.console import run_step, track
-from tasks.contracts import replacing_file
+from tasks.contracts import InputError, replacing_file
 from tasks.risk.candidates import AUTO, choose
 from tasks.risk.predictor import CLASS_MEANS, stratified_folds
 from tasks.risk.resplit import split_table, stratified_halves
@@ -54,11 +54,11 @@ def judged(law: str, requests: int, seed: int) -> dict[str, Any]:
     return {"law": law, "requests": requests, "seed": seed, "name": name, **found}
 
 
-def draw(file: Path, draws: int, requests: int) -> list[dict[str, Any]]:
-    """The draws 0 .. draws - 1 of every law, after those that `file` lacks are made and added to it."""
+def draw(file: Path, draws: int, requests: int, laws: Sequence[str] = LAWS) -> list[dict[str, Any]]:
+    """The draws 0 .. draws - 1 of each of `laws`, after those that `file` lacks are made and added to it."""
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     have = {(row["law"], row["requests"], row["seed"]) for row in rows}
-    todo = [(law, seed) for seed in range(draws) for law in LAWS if (law, requests, seed) not in have]
+    todo = [(law, seed) for seed in range(draws) for law in laws if (law, requests, seed) not in have]
     with file.open("a") as lines:
         for law, seed in track(todo, "draws", len(todo)):
             rows.append(judged(law, requests, seed))
@@ -94,13 +94,17 @@ def _rate(count: int, draws: int) -> str:
 def main(
     draws: Annotated[int, typer.Option(help="draws of every law", min=1)] = 200,
     requests: Annotated[int, typer.Option(help="requests of a draw", min=28)] = 168,
+    laws: Annotated[str, typer.Option(help="commas between")] = ",".join(LAWS),
     file: Annotated[Path, typer.Option(help="the draws so far, JSON lines")] = Path(
         ".prediction_power.jsonl"
     ),
     output: Annotated[Path, typer.Option(help="the report")] = OUTPUT,
 ) -> None:
     """Draw, print the table, write the report."""
-    text = report(draw(file, draws, requests), requests)
+    wanted = laws.split(",")
+    if unknown := sorted({*wanted} - {*LAWS}):
+        raise InputError(f"--laws has '{unknown[0]}': expected some of {', '.join(LAWS)}")
+    text = report(draw(file, draws, requests, wanted), requests)
     with replacing_file(output) as temporary:
         temporary.write_text(text, encoding="utf-8")
     print(text)
