@@ -273,11 +273,15 @@ class Fragility:
 # artifacts/fwp/predictions.parquet, one row a request, in the order of requests.parquet:
 #   id, class, split, prompt_tokens, scored_tokens
 #   signals of the scorer's prefill: log_ppl, log_length, routing_frequency, log_fwp_gate_prob, log_fwp_router_row_norm,
-#                    log_fwp (the strength in use)
+#                    log_fwp (the strength in use; of `measured` the mean over instances)
+#   outside, outside_reason     whether and why the request is unlike the fit requests (tasks/risk/drift.py)
 #   per instance i:  dnll_<i>, kl_<i>        true damage, nats per scored token
-#                    predicted_<i>           damage predicted from FWP; fit rows out of fold
+#                    predicted_<i>           damage predicted by the predictor in use; fit rows out of fold
 #                    class_mean_<i>          the fit class mean
-# artifacts/fwp/predictor.json                the fitted maps, versioned
+#                    separable_<i>, log_fwp_measured_<i>   signals of its fragility; absent where none is known
+#                    log_fwp_<i>             only with strength `measured`: goes before log_fwp
+# artifacts/fwp/predictor.json                version 2: scorer, damage, scored, align, strength, fragility (the estimator
+#                    in fragility.safetensors), fit_range (Drift), instances: <i> -> Predictor with its interval
 
 
 # --- replication plans (build_variants) -----------------------------------------------------------------------------

@@ -106,8 +106,10 @@ def expected_damage(routing: PrefillRouting, phi: np.ndarray) -> np.ndarray:
     """
     if phi.shape != routing.router_row_norm.shape:
         raise ValueError(f"phi is {phi.shape}, the routing's model has {routing.router_row_norm.shape}")
-    layer = np.arange(routing.index.shape[1])[None, :, None]
-    return (routing.weight.astype(np.float64) * phi[layer, routing.index]).sum(axis=(1, 2))
+    damage = np.zeros(len(routing.index))
+    for layer, own in enumerate(phi):  # one layer at a time: [T, L, k] float64 would be large
+        damage += (routing.weight[:, layer].astype(np.float64) * own[routing.index[:, layer]]).sum(axis=1)
+    return damage
 
 
 def separable(routing: PrefillRouting, phi: np.ndarray) -> np.ndarray:

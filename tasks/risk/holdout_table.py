@@ -36,7 +36,7 @@ def split_verdicts(metrics: dict[str, Any]) -> dict[str, str]:
     for name, names in beats.items():
         chosen = metrics["chosen"][name]["name"]
         found = (
-            f"{', '.join(names)} beats the class mean within classes"
+            f"beats the class mean within classes: {', '.join(names)}"
             if names
             else f"nothing beats the class mean within classes on {name}"
         )

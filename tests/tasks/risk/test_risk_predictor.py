@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import Ridge as SklearnRidge
 from sklearn.preprocessing import StandardScaler
@@ -119,6 +121,26 @@ def test_shrunk_means_by_hand():
     found = fit_shrunk_mean(Rows.of(frame), np.array([0.0, 2, 4, 6, 8, 10]))
     assert found.means == pytest.approx({"a": 1.25, "b": 5, "c": 8.75})
     assert found.grand == pytest.approx(5)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-100, 100)), min_size=2, max_size=40))
+def test_a_shrunk_mean_lies_between_the_plain_one_and_that_of_all(pairs):
+    classes, damage = np.array([c for c, _ in pairs]), np.array([value for _, value in pairs])
+    rows = Rows(classes, np.full(len(pairs), 50), {})
+    found, plain = fit_shrunk_mean(rows, damage), fit_predictor("class_mean", rows, damage, 1).map
+    assert damage.min() - 1e-6 <= found.grand <= damage.max() + 1e-6
+    for name, mean in found.means.items():
+        low, high = sorted((plain.means[name], found.grand))
+        assert low - 1e-6 <= mean <= high + 1e-6
+
+
+@given(st.floats(0.001, 1000), st.floats(-100, 100))
+def test_the_unit_of_a_signal_changes_no_ridge_prediction(scale, shift):
+    rows, damage = Rows.of(made(60)), linear_damage(made(60), noise=0.3)
+    moved = {**rows.signals, "log_fwp": rows.signals["log_fwp"] * scale + shift}
+    other = Rows(rows.classes, rows.prompt_tokens, moved)
+    before, after = (fit_ridge(own, damage, ("log_fwp", "log_length")).predict(own) for own in (rows, other))
+    assert after == pytest.approx(before, abs=1e-6)
 
 
 def test_shrinking_is_strongest_for_small_classes_and_total_where_classes_are_alike():
