@@ -1,9 +1,10 @@
 """Put the results where people look: MLflow, the report, README's tables.
 
-In: metrics/, artifacts/fwp/predictions.parquet, params.yaml. Out: one flat MLflow run per reference,
-instance, variant and policy in <project>/mlruns/mlflow.db (reporting/records.py), artifacts/report/, the
-tables between README's markers, and mlruns/tracked.json, which a clone lacks, so that its first run fills
-MLflow. Costs ten to twenty seconds, most of them MLflow's import and the first creation of its tables.
+In: metrics/, artifacts/fwp/predictions.parquet, artifacts/decomposition/terms.parquet, params.yaml. Out: one
+flat MLflow run per reference, instance, variant and policy in <project>/mlruns/mlflow.db
+(reporting/records.py), artifacts/report/, the tables between README's markers, and mlruns/tracked.json, which a
+clone lacks, so that its first run fills MLflow. Costs ten to twenty seconds, most of them MLflow's import and
+the first creation of its tables.
 
 The fingerprint of parameters and metrics (timings aside) is a tag: equal results add no run, they only bring
 the timings up to date; a run that a kill left half-logged is logged again.
@@ -44,20 +45,26 @@ TIMINGS = ("tokens_per_s", "z.speed.prefill_tokens_per_s")
 
 
 def run(
-    metrics: Path, predictions: Path, report_folder: Path, readme_file: Path, root: Path, params: Params
+    metrics: Path,
+    predictions: Path,
+    terms: Path,
+    report_folder: Path,
+    readme_file: Path,
+    root: Path,
+    params: Params,
 ) -> dict[str, str]:
     """Write the report and README's tables, log what root/mlruns lacks; returns what tracked.json holds."""
     found = tables.read_metrics(metrics, params.model_names)
     flat = {key: "" if value is None else value for key, value in tables.flatten(params.model_dump()).items()}
     mark = fingerprint(found, flat)
     pipeline_run = mark[:12]
-    frame = pd.read_parquet(predictions) if predictions.exists() else None
+    frame, taken_apart = (pd.read_parquet(own) if own.exists() else None for own in (predictions, terms))
 
     with tracking(root) as client:
         experiment = experiment_id(client, params.track_runs.experiment, root)
         path = filter_path(experiment, pipeline_run)
         with timed("report"), replacing_folder(report_folder) as folder:
-            report.write_report(folder, found, frame, flat, pipeline_run, SERVER + path)
+            report.write_report(folder, found, frame, flat, pipeline_run, SERVER + path, taken_apart)
         missing = readme.write_tables(readme_file, readme_tables(found))
         with timed("MLflow runs"):
             ids, new, timed_again = log_records(
@@ -258,6 +265,7 @@ def main() -> None:
     tracked = run(
         Path("metrics"),
         artifacts / "fwp" / "predictions.parquet",
+        artifacts / "decomposition" / "terms.parquet",
         artifacts / "report",
         Path("README.md"),
         project_root(),

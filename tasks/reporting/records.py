@@ -62,6 +62,7 @@ def _model(metrics: Mapping[str, Any], kind: str, name: str, size: Mapping[str, 
         "dnll_mean": holdout.get("dnll_mean"), "kl_mean": holdout.get("kl_mean"),
         "z.weights.relative_error": size.get("relative_error"),
         **_classes(holdout), **_fwp(metrics, name), **_bench(metrics, name), **_speed(metrics, name),
+        **_terms(metrics, name),
     }, tags={"damage.tokens": "responses of holdout requests"})  # fmt: skip
     if kind == "reference" and "experts" in metrics:
         experts = metrics["experts"]
@@ -125,6 +126,18 @@ def _classes(values: Mapping[str, Any]) -> dict[str, float | None]:
         for label, found in sorted(values.get("classes", {}).items())
         for kind in ("dnll", "kl")
     }
+
+
+def _terms(metrics: Mapping[str, Any], name: str) -> dict[str, float | None]:
+    """Means of the decomposition's terms, and what the most fragile expert alone does, as z.terms.<name>."""
+    found = metrics.get("decomposition", {}).get("instances", {}).get(name, {})
+    means = {
+        _key(f"z.terms.{term}"): own["mean"]
+        for term, own in found.get("terms", {}).items()
+        if isinstance(own, Mapping)
+    }
+    top = next(iter(found.get("super_experts", [])), None)
+    return means | ({} if top is None else {"z.terms.top_expert_alone": top["single"]["kl"]})
 
 
 def _fwp(metrics: Mapping[str, Any], name: str) -> dict[str, float | None]:

@@ -24,12 +24,14 @@ def write_report(
     params: Mapping[str, Any],
     pipeline_run: str,
     compare_url: str,
+    terms: pd.DataFrame | None = None,
 ) -> None:
     """Write report.html, the PNGs and the CSVs into `folder`. What has no metrics yet is left out, in words.
 
-    `predictions` is artifacts/fwp/predictions.parquet, `params` the flat parameters {dotted key: value}.
+    `predictions` is artifacts/fwp/predictions.parquet, `terms` artifacts/decomposition/terms.parquet, `params`
+    the flat parameters {dotted key: value}.
     """
-    drawn = draw(folder, metrics, predictions)
+    drawn = draw(folder, metrics, predictions, terms)
     write_csvs(folder, metrics, predictions)
     inlined = {path.stem: base64.b64encode(path.read_bytes()).decode("ascii") for path in drawn}
     environment = Environment(
@@ -47,7 +49,12 @@ def write_report(
     (folder / "report.html").write_text(html, encoding="utf-8")
 
 
-def draw(folder: Path, metrics: Mapping[str, Any], predictions: pd.DataFrame | None) -> list[Path]:
+def draw(
+    folder: Path,
+    metrics: Mapping[str, Any],
+    predictions: pd.DataFrame | None,
+    terms: pd.DataFrame | None = None,
+) -> list[Path]:
     """Draw every picture that the metrics allow; returns their paths."""
     drawn: list[Path] = []
     names = instance_names(metrics)
@@ -57,6 +64,13 @@ def draw(folder: Path, metrics: Mapping[str, Any], predictions: pd.DataFrame | N
     if predictions is not None and "fwp" in metrics and names:
         drawn.append(folder / "fwp_damage.png")
         pictures.fwp_against_damage(predictions, metrics, drawn[-1])
+    if terms is not None and metrics.get("decomposition", {}).get("supported"):
+        drawn.append(folder / "terms.png")
+        holdout = terms[terms["split"] == "holdout"]
+        pictures.damage_terms(
+            {name: holdout[holdout["instance"] == name] for name in metrics["decomposition"]["instances"]},
+            drawn[-1],
+        )
     if metrics.get("routing", {}).get("policies"):
         drawn.append(folder / "policies.png")
         pictures.policies_against_budget(metrics, drawn[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.reporting import tables, verdicts
+from tasks.reporting import damage_sections, tables, verdicts
 from tasks.reporting.tables import Row, instance_names, overall_budget
 
 FIGURES = {
@@ -56,6 +56,7 @@ def content(metrics: Mapping[str, Any]) -> dict[str, Any]:
             for name, found in sorted(requests.get("classes", {}).items())
         ],
         "versions": pairs(tables.step_versions(metrics), "step"),
+        **damage_sections.content(metrics),
     }  # fmt: skip
 
 

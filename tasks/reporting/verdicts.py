@@ -16,7 +16,13 @@ CLAIMED_POINTS = 0.006  # Replicate-and-Quantize claims accuracy within 0.6 poin
 def all_verdicts(metrics: Mapping[str, Any]) -> list[str]:
     """Every sentence that the metrics at hand allow, in the report's order."""
     found = [damage_verdict(metrics), *predictor_verdicts(metrics), strength_verdict(metrics)]
-    found += [routing_verdict(metrics), risk_verdict(metrics), *variant_verdicts(metrics), speed_verdict(metrics)]
+    found += damage_sections.verdicts(metrics)
+    found += [
+        routing_verdict(metrics),
+        risk_verdict(metrics),
+        *variant_verdicts(metrics),
+        speed_verdict(metrics),
+    ]
     return [sentence for sentence in found if sentence]
 
 

@@ -22,17 +22,23 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def written(made, tmp_path_factory):
+def terms(tmp_path_factory):
+    folder = build(tmp_path_factory.mktemp("terms"))
+    return pd.read_parquet(folder / "artifacts/decomposition/terms.parquet")
+
+
+@pytest.fixture(scope="module")
+def written(made, terms, tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    report.write_report(folder, *made, {"runtime.threads": 2}, "abc", "http://127.0.0.1:5000/#/x")
+    report.write_report(folder, *made, {"runtime.threads": 2}, "abc", "http://127.0.0.1:5000/#/x", terms)
     return folder
 
 
-def test_same_results_same_bytes(made, written, tmp_path):
-    report.write_report(tmp_path, *made, {"runtime.threads": 2}, "abc", "http://127.0.0.1:5000/#/x")
+def test_same_results_same_bytes(made, terms, written, tmp_path):
+    report.write_report(tmp_path, *made, {"runtime.threads": 2}, "abc", "http://127.0.0.1:5000/#/x", terms)
     names = sorted(path.name for path in written.iterdir())
     assert names == ["damage.png", "fwp_damage.csv", "fwp_damage.png", "lis.csv", "lis.png", "load.png",
-                     "policies.png", "report.html"]  # fmt: skip
+                     "policies.png", "report.html", "terms.png"]  # fmt: skip
     for name in names:
         assert (tmp_path / name).read_bytes() == (written / name).read_bytes(), name
 
@@ -40,7 +46,7 @@ def test_same_results_same_bytes(made, written, tmp_path):
 def test_it_needs_no_other_file_and_no_network(written):
     html = (written / "report.html").read_text()
     sources = re.findall(r"""(?:src|href)\s*=\s*["']([^"']*)""", html)
-    assert sum(source.startswith("data:image/png;base64,") for source in sources) == 5
+    assert sum(source.startswith("data:image/png;base64,") for source in sources) == 6
     others = {source for source in sources if not source.startswith("data:")}
     assert others == {"http://127.0.0.1:5000/#/x"}  # the link to the MLflow server, when one runs
     assert "<script" not in html and "url(" not in html and "@import" not in html
@@ -85,6 +91,14 @@ def test_what_is_measured_stands_in_it(made, written):
         "runtime.threads",
         f"{metrics['routing']['budget']['tau']['overall']:.3f} nats per token",
     ]
+    expected += [
+        "one expert, number 7 of decoder layer 1, alone does 50 % of the whole instance&#39;s KL",
+        "W3: layer 1, expert 7",
+        "interaction of pairs",
+        "rest, with sampling error",
+        "On W3 these beat the class mean within classes: ridge.",
+        "On W2 nothing beats the class mean within classes",
+    ]
     expected.append("raised its loss from 3.030 to 3.340 nats per token")
     for text in expected:
         assert text in html, text
@@ -94,6 +108,21 @@ def test_without_metrics_it_is_still_a_report(tmp_path):
     report.write_report(tmp_path, {}, None, {}, "abc", "http://127.0.0.1:5000/")
     html = (tmp_path / "report.html").read_text()
     assert "No results yet." in html and "data:image" not in html
+
+
+def test_without_a_decomposition_the_rest_stands(made, tmp_path):
+    metrics, predictions = made
+    rest = {key: value for key, value in metrics.items() if key != "decomposition"}
+    report.write_report(tmp_path, rest, predictions, {}, "abc", "http://127.0.0.1:5000/")
+    html = (tmp_path / "report.html").read_text()
+    assert "No damage has been decomposed." in html and "Super experts" not in html
+    assert not (tmp_path / "terms.png").exists() and (tmp_path / "policies.png").exists()
+    unsupported = {"supported": False, "reason": "x is an encoder-decoder: no", "version": 1}
+    report.write_report(tmp_path, {"decomposition": unsupported}, None, {}, "abc", "http://127.0.0.1:5000/",
+                        pd.DataFrame(columns=["instance", "split"]))  # fmt: skip
+    assert (
+        "Not supported for this model: x is an encoder-decoder: no." in (tmp_path / "report.html").read_text()
+    )
 
 
 def test_names_in_metrics_cannot_break_the_page(made, tmp_path):

@@ -91,5 +91,5 @@ def test_markdown_has_one_width_and_drops_empty_columns():
 
 def test_step_versions_and_flat_keys(metrics):
     assert tables.step_versions(metrics)["quantize_instances"] == 1
-    assert len(tables.step_versions(metrics)) == 10
+    assert len(tables.step_versions(metrics)) == 11
     assert tables.flatten({"a": {"b": 1, "c": [2, 3]}}) == {"a.b": 1, "a.c": "[2, 3]"}
