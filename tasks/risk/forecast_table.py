@@ -42,13 +42,13 @@ class Totals:
         if self.first is None:
             self.first = frame.head(SHOWN)
         self.prompts += len(frame)
-        self.tokens += int(frame["prompt_tokens"].sum())
-        self.outside += int(frame["outside"].sum())
+        self.tokens += int(frame["prompt_tokens"].to_numpy().sum())
+        self.outside += int(frame["outside"].to_numpy().sum())
         self.short += int(short.sum())
         for reasons in frame.loc[frame["outside"], "outside_reason"]:
             self.reasons.update(reasons.split("; "))
         for name in self.instances:
-            values = frame[f"predicted_{name}"]
+            values = frame[f"predicted_{name}"].to_numpy(dtype=np.float64)
             self.added[name] = self.added.get(name, 0.0) + float(values.sum())
             self.least[name] = min(self.least.get(name, np.inf), float(values.min()))
             self.largest[name] = max(self.largest.get(name, -np.inf), float(values.max()))

@@ -93,9 +93,10 @@ def read_signals(
         rows = np.array(batch.rows)
         nll, offset = prompt_losses(model, batch, first[rows], lengths[rows])
         if not np.isfinite(nll).all():
-            broken = np.searchsorted(offset, np.flatnonzero(~np.isfinite(nll))[0], side="right") - 1
+            place = int(np.flatnonzero(~np.isfinite(nll))[0])
+            broken = batch.rows[int(np.searchsorted(offset, place, side="right")) - 1]
             raise InputError(
-                f"the loss of prompt '{ids[rows[broken]]}' is not a finite number; the scorer's checkpoint or its "
+                f"the loss of prompt '{ids[broken]}' is not a finite number; the scorer's checkpoint or its "
                 "quantization is broken, or score_requests.compute_dtype is too narrow"
             )
         own = batch_signals(batch, values, signals, nll, first[rows], lengths[rows])
