@@ -80,8 +80,8 @@ def margins(
     """
     fold = stratified_folds(known.classes, folds, seed)
     found = {}
-    for name, refit in refits.items():
-        fit = FitSet(known.damage, known.groups, known.classes, fold, known.reward, known.safest, refit)
+    for name, own in refits.items():
+        fit = FitSet(known.damage, known.groups, known.classes, fold, known.reward, known.safest, own)
         found[name] = replay(fit, len(known.tau), known.fresh, replicates, seed).margins(known.tau, delta)
     return found
 

@@ -60,8 +60,8 @@ def test_forward_tokens_by_hand(params):
 
 
 def test_tokens_of_the_decomposition_by_hand(params):
-    """15 layers, 16 experts, three instances. 6 requests of at most 160 tokens through 3 + 15 / 2 + 6 x 2 / 3 = 14.5 passes;
-    256 tokens through 1 + (16 + 3) / 2 = 10.5; 4,096 calibration tokens three times."""
+    """15 layers, 16 experts, three instances. 6 requests of at most 160 tokens through 3 + 15 / 2 + 6 x 2 / 3 = 14.5
+    passes; 256 tokens through 1 + (16 + 3) / 2 = 10.5; 4,096 calibration tokens three times."""
     swaps = params.decompose_damage.model_copy(
         update={"fit_requests": 2, "holdout_requests": 4, "pairs": 6, "swap_layers": 1, "swap_tokens": 256}
     )

@@ -205,7 +205,7 @@ def test_responses_drawn_by_the_reference(tiny_reference, tmp_path):
 
 
 def test_drawn_responses_follow_the_reference(tiny_reference):
-    """4,000 first tokens after one prompt: the likeliest come as often as the model says, within four standard errors."""
+    """4,000 first tokens after one prompt: the likeliest come as often as the model says, to four standard errors."""
     import torch
 
     from tasks.moe.checkpoint import load_model

@@ -241,7 +241,7 @@ def test_requests_outside_are_counted_and_safe(tmp_path):
 
 
 def test_too_few_replicates_and_another_pool_are_errors(tmp_path):
-    with pytest.raises(InputError, match="8 replicates cannot give the 0.9 quantile"):
+    with pytest.raises(InputError, match=r"8 replicates cannot give the 0\.9 quantile"):
         route(tmp_path, replicates=8)
     file = tmp_path / "artifacts/fwp/predictor.json"
     write_json(file, {"instances": {"W4": {}}})
