@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 
 from tasks.console import run_step
+from tasks.contracts import InputError
 from tasks.moe.checkpoint import load_model, load_tokenizer
 from tasks.moe.tensors import read_config
 from tasks.params import Params, load_params
@@ -51,6 +52,8 @@ def run(
     be scored and for artifacts that are missing or do not belong together, before the model is loaded.
     """
     check_format(output)
+    if output is not None and output.resolve() == prompts.resolve():
+        raise InputError(f"--output {output} is the file of the prompts itself: give another name")
     scorer = params.calibrate_fwp.scorer
     folder = artifacts / "reference" if scorer == "reference" else artifacts / "instances" / scorer
     forecaster = Forecaster.load(

@@ -106,8 +106,8 @@ def meaning(totals: Totals, forecaster: Forecaster) -> list[str]:
     ]
     if all(predictor.name in CLASS_MEANS for predictor in forecaster.predictors.values()):
         lines.append(
-            "predictor: class means, for nothing that a prefill tells was better on the fit requests: prompts of one "
-            "class have one prediction."
+            "predictor: class means, so prompts of one class have one prediction; metrics/fwp.json has what the other "
+            "predictors are worth on holdout requests."
         )
     if totals.outside:
         reasons = ", ".join(f"{reason} {count}" for reason, count in totals.reasons.most_common(5))

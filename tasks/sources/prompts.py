@@ -112,10 +112,10 @@ class PromptFile:
         name = values.get("id")
         if name is None:
             name = f"line {number}"
-        elif isinstance(name, bool) or not isinstance(name, str | int) or name == "":
+        elif isinstance(name, bool) or not (isinstance(name, int) or _is_text(name)):
             raise InputError(f"{where}: id is {name!r}, expected text")
         class_name = values.get("class")
-        if class_name is not None and (not isinstance(class_name, str) or not class_name):
+        if class_name is not None and not _is_text(class_name):
             raise InputError(f"{where}: class is {class_name!r}, expected text, or no class at all")
         ids = self._ids(values, f"{where}: prompt '{name}'")
         if len(ids) < LEAST_TOKENS:
@@ -144,9 +144,9 @@ class PromptFile:
             )
         if given == ["prompt"]:
             text = values["prompt"]
-            if not isinstance(text, str) or not text.strip():
+            if not _is_text(text) or not text.strip():
                 raise InputError(
-                    f"{where} is {'empty' if isinstance(text, str) else repr(text)}, expected text"
+                    f"{where} is {'empty' if isinstance(text, str) and not text.strip() else repr(text)}, expected text"
                 )
             return self._tokens.prompt(text)[1]
         ids = values["prompt_ids"]
@@ -171,5 +171,16 @@ class PromptFile:
         return joined
 
 
+def _is_text(value: Any) -> bool:
+    """Whether it is a string, not empty, that UTF-8 can hold: half of a surrogate pair is no character."""
+    if not isinstance(value, str) or not value:
+        return False
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest())

@@ -12,11 +12,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from tasks import calibrate_fwp
 from tasks.contracts import Fragility, InputError, read_json, write_json
 from tasks.moe.checkpoint import load_model, load_tokenizer
 from tasks.params import load_params
 from tasks.risk.drift import Drift
 from tasks.risk.features import fragility_signals, prefill_signals
+from tasks.risk.forecast import PREDICTOR_VERSION
 from tasks.risk.forecast_table import show
 from tasks.risk.fragility import router_row_norm
 from tasks.risk.maps import Rows
@@ -231,6 +233,7 @@ BAD = {
     "id": ([{"id": ["x"], "prompt": "a b c d"}], r"id is \['x'\], expected text"),
     "class": ([{"class": 3, "prompt": "a b c d"}], "class is 3, expected text"),
     "nothing": ([""], "holds no prompt"),
+    "half a character": (['{"prompt": "a b c \\ud800 d"}'], r"prompt 'line 1' is 'a b c \\ud800 d', expected text"),
 }  # fmt: skip
 
 
@@ -258,6 +261,16 @@ def test_missing_file_and_unknown_format(artifacts, tmp_path):
         run(tmp_path / "none.jsonl", artifacts, PARAMS)
     with pytest.raises(InputError, match=r"out.csv: expected a name that ends in one of .parquet, .jsonl"):
         run(written(tmp_path, ROWS), artifacts, PARAMS, tmp_path / "out.csv")
+
+
+def test_the_output_is_not_the_input(artifacts, tmp_path):
+    path = written(tmp_path, ROWS)
+    with pytest.raises(InputError, match="is the file of the prompts itself"):
+        run(path, artifacts, PARAMS, path)
+
+
+def test_the_version_is_that_of_the_stage():
+    assert calibrate_fwp.VERSION == PREDICTOR_VERSION
 
 
 def changed(values: dict, **own) -> dict:
