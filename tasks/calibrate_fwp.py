@@ -60,7 +60,7 @@ def run(
         columns[f"class_mean_{name}"] = fit_class_mean(rows[fit], damage[fit]).predict(rows)
         low, high = found.predictor.interval(rows[~fit]).T
         coverage[name] = float(((damage[~fit] >= low) & (damage[~fit] <= high)).mean())
-    drift = Drift.of(frame[fit], instances)
+    drift = Drift.of(frame.loc[fit], instances)
     outside, reasons = drift.flags(frame)
     metrics = {
         **{k: getattr(params, k) for k in ("scorer", "damage", "scored", "align", "strength", "predictor")},

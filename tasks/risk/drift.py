@@ -39,11 +39,8 @@ class Drift:
     def of(cls, fit: pd.DataFrame, instances: Sequence[str]) -> Drift:
         """Of the frame of the fit requests."""
         columns = [*RANGED, *(f"{name}_{instance}" for name in RANGED for instance in instances)]
-        ranges = {
-            column: [float(fit[column].min()), float(fit[column].max())]
-            for column in columns
-            if column in fit
-        }
+        known = {column: fit[column].to_numpy(dtype=np.float64) for column in columns if column in fit}
+        ranges = {column: [float(values.min()), float(values.max())] for column, values in known.items()}
         return cls(sorted(set(fit["class"])), ranges, len(fit))
 
     def flags(self, frame: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 # Shown with their intervals; the intervals of the others are in metrics/fwp.json.
-INTERVALS = ("spearman", "spearman_within", "r2_gain")
+INTERVALS = ("spearman", "spearman_within", "within_gain", "r2_gain")
 ONCE = ("spearman", "spearman_within", "auroc", "r2", "slope")
-AGAIN = ("spearman", "spearman_within", "r2", "r2_gain")
+# within_gain is spearman_within, 0 in a split where the predictor orders nothing inside a class
+AGAIN = ("spearman", "within_gain", "r2", "r2_gain")
 
 
 def show(metrics: dict[str, Any]) -> None:
@@ -59,9 +60,9 @@ def _table(title: str, results: dict[str, Any], figures: tuple[str, ...]) -> Tab
 
 def _limit(ceiling: dict[str, Any], figure: str) -> str:
     """The best that any predictor could reach (tasks/risk/damage.py)."""
-    if figure not in ("spearman", "spearman_within", "r2"):
+    if figure not in ("spearman", "spearman_within", "within_gain", "r2"):
         return ""
-    own = ceiling["within"] if figure == "spearman_within" else ceiling
+    own = ceiling["within"] if "within" in figure else ceiling
     if not own["measurable"]:
         return "not measurable"
     return f"{own['rho_star' if figure == 'r2' else 'correlation']:.2f}"
