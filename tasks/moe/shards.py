@@ -70,9 +70,7 @@ class Unit:
 class Packed:
     """A quantized unit."""
 
-    tensors: (
-        bytes  # `packed_tensors` of all its matrices, as a safetensors file; weights of protected experts
-    )
+    tensors: bytes  # a safetensors file: `packed_tensors` of its matrices, the weights of protected experts
     error: float  # squared Frobenius norm of weights - dequantized, without protected experts
     total: float  # of weights
     damped: int  # expert matrices whose Hessian took more damping than was asked for
@@ -114,11 +112,9 @@ def quantize_unit(unit: Unit) -> Packed:
         for matrix in together:
             rows, keys = slice(start, start + matrix.shape[1]), matrix.keys[experts]
             own = packed_tensors(_rows(quantized, rows), keys)
-            for expert in kept:
-                own = {
-                    name: tensor for name, tensor in own.items() if name.rpartition(".")[0] != keys[expert]
-                }
-                own[plain_name(keys[expert])] = weights[expert, rows]
+            exact = {keys[expert]: weights[expert, rows] for expert in kept}
+            own = {name: tensor for name, tensor in own.items() if name.rpartition(".")[0] not in exact}
+            own |= {plain_name(key): weight for key, weight in exact.items()}
             tensors.update(own)
             start = rows.stop
     return Packed(save({name: tensor.contiguous() for name, tensor in tensors.items()}), error, total, damped)

@@ -17,6 +17,7 @@ from tasks.audit_checkpoint import run as run_audit
 from tasks.audit_checkpoint import state
 from tasks.contracts import InputError, read_json
 from tasks.moe import fragile as fragile_module
+from tasks.moe import shards
 from tasks.moe.checkpoint import load_model
 from tasks.moe.headers import INDEX
 from tasks.moe.layerwise import walk_layers
@@ -183,6 +184,17 @@ def test_a_killed_search_is_carried_on(
     )
     quantize_instances.run(reference, tmp_path / "W3", 3, settings(protect=3), requests)
     assert done == [1, 2] and files(tmp_path / "W3") == files(protected)
+
+
+def test_layers_of_several_units(
+    reference: Path, requests: Path, protected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 experts, 3 a unit: the numbers of protected experts are the layer's, not the unit's."""
+    monkeypatch.setattr(shards, "EXPERTS_PER_UNIT", 3)
+    quantize_instances.run(reference, tmp_path / "W3", 3, settings(protect=3), requests)
+    assert kept_of(tmp_path / "W3") == kept_of(protected)
+    ours, others = packed(tmp_path / "W3"), packed(protected)
+    assert ours.keys() == others.keys() and all(torch.equal(ours[name], others[name]) for name in ours)
 
 
 @pytest.mark.parametrize("inputs", ["quantized", "reference"])
