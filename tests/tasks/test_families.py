@@ -14,9 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CompressedTensorsConfig
 
-from tasks import build_variants, calibrate_fwp, measure_experts, quantize_instances, score_requests
+from tasks import (
+    build_variants,
+    calibrate_fwp,
+    decompose_damage,
+    measure_experts,
+    quantize_instances,
+    score_requests,
+)
 from tasks.contracts import (
     ExpertStatistics,
+    Fragility,
     LayerPlan,
     PrefillRouting,
     ReplicationPlan,
@@ -31,6 +39,7 @@ from tasks.moe.replicas import install_physical_experts, model_hash, physical_lo
 from tasks.moe.stored_experts import stored_layers
 from tasks.moe.tensors import CheckpointTensors, auto_class
 from tasks.params import MeasureExperts, Variant, load_params
+from tasks.risk.decomposition import TERMS
 from tasks.risk.scoring import read_requests, score
 from tests.seeded_models import VOCABULARY, seeded_checkpoint
 
@@ -306,6 +315,28 @@ def test_fwp_from_the_prefill_and_its_calibration(shop):
     assert not np.array_equal(predictions["log_fwp_gate_prob"], predictions["log_ppl"])
     for strength in metrics["strengths"].values():
         assert strength["std_weight"] > 1e-3
+
+
+def test_damage_is_decomposed_or_the_metrics_say_why_not(shop):
+    _ = shop.instance
+    out = shop.folder / "decomposition"
+    params = PARAMS.decompose_damage.model_copy(update={"swap_tokens": 30, "super_experts": 1, "pairs": 2})
+    metrics = decompose_damage.run(
+        shop.reference, shop.folder, shop.requests, ["W3"], params, "kl", "response", BATCH_TOKENS,
+        out, shop.folder / "decomposition.json",
+    )  # fmt: skip
+    arrays = Fragility.load_from(out).arrays
+    if shop.family == "switch_transformers":
+        assert metrics["supported"] is False and list(arrays) == ["router_row_norm"]
+        return
+    terms = pd.read_parquet(out / "terms.parquet")
+    assert len(terms) == 6 and (terms["total"] > 0).all()  # 2 fit and 4 holdout requests
+    assert np.allclose(terms[list(TERMS)].sum(axis=1), terms["total"])
+    untouched = (
+        shop.measured[0].load == 0
+    ).sum()  # its tokens, but for the last of each sequence, which predicts nothing
+    assert (arrays["output_error_W3"] > 0).sum() <= shop.blocks * shop.experts - untouched
+    assert (arrays["taylor_kl_W3"] >= 0).all() and (arrays["taylor_kl_W3"] > 0).any()
 
 
 def test_an_exported_instance_is_the_same_in_plain_transformers(shop):
