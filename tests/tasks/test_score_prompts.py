@@ -193,6 +193,41 @@ def test_measured_fwp(artifacts, tmp_path):
     )
 
 
+def test_an_encoder_decoder_without_fragility(artifacts, tmp_path):
+    """Its predictors read no separable term, so no decomposition is needed."""
+    folder = tmp_path / "artifacts"
+    scorer = seeded_checkpoint(folder / "instances/W4", "switch_transformers")
+    values = read_json(artifacts / "fwp/predictor.json")
+    ids = [[5, 9, 30, 7, 200, 11], [8, 8, 2], list(range(10, 50))]
+    own = prompt_frame(load_model(scorer), ids)
+    fitted = refit("isotonic", {}, Rows.of(own), np.array([0.1, 0.2, 0.3]), 0).to_dict() | {
+        "interval": [0.0, 0.1]
+    }
+    values |= {"instances": dict.fromkeys(INSTANCES, fitted), "fit_range": Drift.of(own, INSTANCES).to_dict()}
+    (folder / "fwp").mkdir()
+    write_json(folder / "fwp/predictor.json", values, digits=17)
+    output = tmp_path / "out.parquet"
+    run(written(tmp_path, [{"prompt_ids": row} for row in ids]), folder, PARAMS, output)
+    found = pd.read_parquet(output)
+    np.testing.assert_allclose(found["log_fwp"], own["log_fwp"], rtol=1e-5)
+    assert "separable_W2" not in found and not found["outside"].any()
+
+
+def prompt_frame(model, ids: list[list[int]]) -> pd.DataFrame:
+    """The signals of prompts as the pipeline reads them off recorded routing, each with a response of one token."""
+    lengths = np.array([len(row) for row in ids])
+    requests = Requests(
+        pd.DataFrame({"id": [str(n) for n in range(len(ids))]}), [[*row, 5] for row in ids], lengths
+    )
+    scores, routing, _ = score(model, requests, "W4", 500)
+    plain = prefill_signals(
+        scores, routing, np.ones(routing.router_row_norm.shape), ["router_row_norm"], "token"
+    )
+    return plain.assign(
+        **{"class": "a", "prompt_tokens": lengths, "log_fwp": plain["log_fwp_router_row_norm"]}
+    )
+
+
 LONG = {"id": "long", "prompt": text(3, 80)}
 
 
