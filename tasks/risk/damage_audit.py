@@ -51,7 +51,8 @@ class Audit:
         batch_tokens: int,
     ) -> None:
         self._reference, self._requests, self._calibration = reference, requests, calibration
-        self._params, self._damage, self._scored, self._batch_tokens = params, damage, scored, batch_tokens
+        self._params, self._damage, self._batch_tokens = params, damage, batch_tokens
+        self._scored: Literal["response", "prompt"] = scored
         self._layers = [layer.layer for layer in moe_layers(reference)]  # of the decoder
         self._swapped = spread(len(self._layers), params.swap_layers)  # places among the MoE layers
         self._judged = fitting([len(own) for own in calibration.sequences], params.swap_tokens)
@@ -178,14 +179,14 @@ class Audit:
 
     def counts(self) -> dict[str, Any]:
         """What decomposition.json and the metrics share."""
-        split, params = self._requests.frame["split"], self._params
+        split, params = self._requests.frame["split"].to_numpy(), self._params
         return {
             "level": params.level,
             "damage": self._damage,
             "scored": self._scored,
             "requests": {
-                "fit": int((split == "fit").sum()),
-                "holdout": int((split == "holdout").sum()),
+                "fit": int(np.count_nonzero(split == "fit")),
+                "holdout": int(np.count_nonzero(split == "holdout")),
                 "tokens": sum(map(len, self._requests.sequences)),
             },
             "calibration": {
