@@ -7,7 +7,6 @@ entry 0 of every result is the figure and the rest are its bootstrap replicates.
 from __future__ import annotations
 
 import numpy as np
-from scipy.stats import rankdata
 
 # Below this many replicates in which a figure exists, it gets no interval.
 LEAST_REPLICATES = 20
@@ -28,6 +27,21 @@ def stratified_draws(classes: np.ndarray, count: int, seed: int) -> np.ndarray:
     return draws
 
 
+def ranks(x: np.ndarray) -> np.ndarray:
+    """Ranks from 1 along the last axis, ties at their mean rank: [B, n] -> [B, n]. What scipy.stats.rankdata gives, in
+    a fraction of its time on small arrays."""
+    order = np.argsort(x, axis=-1, kind="stable")
+    placed = np.take_along_axis(x, order, axis=-1)
+    starts = np.ones(x.shape, dtype=bool)
+    starts[..., 1:] = placed[..., 1:] != placed[..., :-1]
+    group = starts.ravel().cumsum() - 1  # runs of equal values, over all rows
+    first, count = np.flatnonzero(starts), np.bincount(group)
+    mean = first % x.shape[-1] + (count + 1) / 2
+    result = np.empty(x.shape)
+    np.put_along_axis(result, order, mean[group].reshape(x.shape), axis=-1)
+    return result
+
+
 def pearson(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Correlation along the last axis [B, n] -> [B]; NaN where x or y is constant."""
     x, y = x - x.mean(axis=-1, keepdims=True), y - y.mean(axis=-1, keepdims=True)
@@ -38,7 +52,7 @@ def pearson(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Rank correlation along the last axis, ties at their mean rank: [B, n] -> [B]."""
-    return pearson(rankdata(x, axis=-1), rankdata(y, axis=-1))
+    return pearson(ranks(x), ranks(y))
 
 
 def spearman_within(x: np.ndarray, y: np.ndarray, classes: np.ndarray) -> np.ndarray:
@@ -60,7 +74,7 @@ def auroc(score: np.ndarray, positive: np.ndarray) -> np.ndarray:
     """Chance that a positive row scores higher, ties half: [B, n], bool [B, n] -> [B]; NaN without both."""
     count = positive.sum(axis=-1)
     other = positive.shape[-1] - count
-    wins = np.where(positive, rankdata(score, axis=-1), 0.0).sum(axis=-1) - count * (count + 1) / 2
+    wins = np.where(positive, ranks(score), 0.0).sum(axis=-1) - count * (count + 1) / 2
     return np.where(count * other > 0, wins / np.maximum(count * other, 1), np.nan)
 
 

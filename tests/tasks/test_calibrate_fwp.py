@@ -2,121 +2,19 @@
 
 import copy
 import shutil
-from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import yaml
 
-from tasks.calibrate_fwp import main, run
-from tasks.contracts import ExpertStatistics, Fragility, InputError, PrefillRouting, TokenScores, read_json
-from tasks.params import CalibrateFwp, load_params
+from tasks.calibrate_fwp import main
+from tasks.contracts import read_json
 from tasks.risk.drift import Drift
-from tasks.risk.fwp import (
-    log_fwp,
-    measured_weight,
-    normalised,
-    prompt_tokens,
-    separable,
-    token_strength,
-    weighted_log_ppl,
-)
+from tasks.risk.fwp import measured_weight, normalised, prompt_tokens, separable, weighted_log_ppl
 from tasks.risk.holdout_table import show
 from tasks.risk.maps import Rows
 from tasks.risk.predictor import Predictor, refit
-
-ROOT = Path(__file__).parents[2]
-INSTANCES = ["W2", "W4"]
-LAYERS, EXPERTS, PICKS = 2, 6, 2
-
-
-def settings(**changes):
-    own = load_params(ROOT / "params.yaml").calibrate_fwp.model_dump()
-    small = {"bootstrap": 30, "splits": 2, "strength": "gate_prob", "predictor": "ridge"}
-    return CalibrateFwp(**{**own, **small, **changes})
-
-
-class World:
-    """Artifacts of 120 made requests; W2 KL per response token: 0.5 + 0.2 log FWP + class level + noise."""
-
-    def __init__(self, root, noise=0.02, requests=120, split=None, classes=("a", "b", "c")):
-        self.root = root
-        generator = np.random.default_rng(0)
-        prompt, response = generator.integers(40, 80, requests), generator.integers(8, 20, requests)
-        offset, starts = (np.concatenate([[0], np.cumsum(n)]) for n in (prompt + response - 1, prompt))
-        kind = np.array(classes)[np.arange(requests) % len(classes)]
-        if split is None:
-            split = np.where(np.arange(requests) // len(classes) % 2 == 0, "fit", "holdout")
-        ids = [f"r{row}" for row in range(requests)]
-        self.frame = pd.DataFrame({"id": ids, "class": kind, "split": split})
-        self.frame.to_parquet(root / "requests.parquet")
-
-        shape = (starts[-1], LAYERS, PICKS)
-        index = generator.integers(0, EXPERTS, shape).astype(np.uint16)
-        gate_prob = generator.uniform(0.05, 0.9, shape).astype(np.float32)
-        norms = generator.uniform(0.5, 1.5, (LAYERS, EXPERTS)).astype(np.float32)
-        routing = PrefillRouting(starts, index, gate_prob, gate_prob, norms)
-        difficulty = np.repeat(generator.uniform(1, 4, requests), prompt + response - 1)
-        nll = (difficulty * generator.exponential(1, offset[-1])).astype(np.float32)
-        reference = TokenScores(ids, offset, prompt, nll, None)
-        tokens = prompt_tokens(reference, routing, "token")
-        self.log_fwp = log_fwp(
-            tokens.nll, token_strength(routing, "gate_prob")[tokens.position], tokens.offset
-        )
-        level = 0.5 + 0.2 * self.log_fwp + 0.3 * (kind == "b")
-        per_token = np.repeat(level, prompt + response - 1)
-        random = noise * generator.normal(size=offset[-1])
-        self.damage = {"W2": per_token + random, "W4": 0.1 * per_token + random}
-        self.reference, self.routing = reference, routing
-        for name in ["reference", *INSTANCES]:
-            self.write(name)
-        load = generator.integers(10, 100, (LAYERS, EXPERTS)).astype(np.int64)
-        self.load = load
-        ExpertStatistics(np.arange(LAYERS), load, load * 1.0, load * 1.0).save(root / "experts.safetensors")
-        self.phi = {
-            Fragility.key(f"taylor_{kind}", name, first): generator.normal(0.1, 0.1, (LAYERS, EXPERTS))
-            for kind in ("kl", "dnll")
-            for name in INSTANCES
-            for first in (True, False)
-        }
-        self.write_fragility(self.phi)
-
-    def write_fragility(self, arrays):
-        folder = self.root / "decomposition"
-        folder.mkdir(exist_ok=True)
-        Fragility({"router_row_norm": np.ones((LAYERS, EXPERTS)), **arrays}).save(folder)
-
-    def write(self, name, rows=slice(None), scale=1.0):
-        """Write the scores of `name`; the damage of request `rows` times `scale`."""
-        folder = self.root / "scores" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        own = self.reference
-        nll, kl = own.nll, None
-        if name != "reference":
-            factor = np.ones(len(own.ids))
-            factor[rows] = scale
-            kl = (self.damage[name] * np.repeat(factor, np.diff(own.offset))).astype(np.float32)
-            nll = own.nll.copy()
-            for row in range(len(own.ids)):  # the prompt's losses, which are signals, stay
-                part = own.scored(row, "response")
-                nll[part] += kl[part]
-        TokenScores(own.ids, own.offset, own.prompt_length, nll, kl).save(folder)
-        self.routing.save(folder)
-
-    def run(self, out="out", **changes):
-        target = self.root / out
-        metrics = run(
-            self.root / "requests.parquet",
-            self.root / "scores",
-            self.root / "experts.safetensors",
-            self.root / "decomposition",
-            INSTANCES,
-            settings(**changes),
-            target / "fwp",
-            target / "fwp.json",
-        )
-        return metrics, pd.read_parquet(target / "fwp/predictions.parquet")
+from tests.tasks.made_scores import INSTANCES, ROOT, World
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -349,47 +247,6 @@ def test_splits_say_what_beats_the_class_mean(result):
     assert "ridge" in splits["beats"]["kl_response"]["W2"]
 
 
-def test_a_model_without_fragility_does_without(tmp_path):
-    world = World(tmp_path)
-    world.write_fragility({})
-    metrics, table = world.run()
-    assert metrics["absent_signals"] == ["separable", "measured"]
-    assert not any(column.startswith(("separable", "log_fwp_measured")) for column in table)
-    assert set(metrics["strengths"]) == {"gate_prob", "router_row_norm"}
-    assert "ridge_separable" not in metrics["holdout"]["W2"]["predictors"]
-    assert metrics["holdout"]["W2"]["predictors"]["ridge"]["r2"] > 0.95
-    assert "separable" not in metrics["splits"]["targets"]["kl_response"]["W2"]["adds"]
-    with pytest.raises(InputError, match="strength is 'measured', but this model has no fragility"):
-        world.run(strength="measured")
-
-
-def test_requests_unlike_the_fit_requests_are_flagged_and_counted(tmp_path):
-    world = World(tmp_path)
-    holdout = np.flatnonzero(world.frame["split"] == "holdout")
-    kinds = world.frame["class"].to_numpy(copy=True)
-    kinds[holdout[:5]] = "new"
-    world.frame.assign(**{"class": kinds}).to_parquet(tmp_path / "requests.parquet")
-    metrics, table = world.run()
-    assert (table.loc[holdout[:5], "outside_reason"].str.contains("class 'new' never seen")).all()
-    assert metrics["drift"]["holdout"]["reasons"]["class 'new' never seen"] == 5
-    assert metrics["drift"]["holdout"]["outside"] == table["outside"].sum()
-    assert metrics["drift"]["fit"]["outside"] == 0
-    fit = table[table["split"] == "fit"]
-    assert table.loc[holdout[0], "class_mean_W2"] == pytest.approx(fit["kl_W2"].mean())
-    assert np.isfinite(table["predicted_W2"]).all()
-
-
-def test_constant_signals_are_named(tmp_path):
-    world = World(tmp_path)
-    world.write_fragility({name: np.zeros((LAYERS, EXPERTS)) for name in world.phi})
-    metrics, table = world.run()
-    assert metrics["constant_signals"] == ["separable"]
-    # no expert is fragile: every token weighs the same
-    assert metrics["strengths"]["measured_W2"]["equals_ppl"] is True
-    assert metrics["strengths"]["measured_W2"]["unweighted_requests"] == 120
-    assert table["log_fwp_measured_W2"].to_numpy() == pytest.approx(table["log_ppl"].to_numpy())
-
-
 def test_the_table_prints_every_predictor_and_ceiling(result, capsys):
     show(result[0])
     shown = capsys.readouterr().out
@@ -406,70 +263,6 @@ def test_the_table_says_so_if_nothing_beats_the_class_mean(result, capsys):
     shown = capsys.readouterr().out
     assert "nothing beats the class mean within classes on W2; in use: ridge" in " ".join(shown.split())
     assert "on W4" not in shown
-
-
-def test_unusable_inputs_are_named(tmp_path):
-    world = World(tmp_path, requests=24)
-    (tmp_path / "scores/W4/scores.safetensors").unlink()
-    with pytest.raises(InputError, match=r"no scores of W4; run"):
-        world.run()
-    world.write("W4")
-    world.frame.assign(id=["other", *world.frame["id"][1:]]).to_parquet(tmp_path / "requests.parquet")
-    with pytest.raises(InputError, match="request 'other' has no score"):
-        world.run()
-    world.frame.assign(split="fit").to_parquet(tmp_path / "requests.parquet")
-    with pytest.raises(InputError, match="split 'holdout' is empty"):
-        world.run()
-    world.frame.assign(**{"class": "a"}).to_parquet(tmp_path / "requests.parquet")
-    with pytest.raises(InputError, match="has one class, 'a'"):
-        world.run()
-    world.frame.to_parquet(tmp_path / "requests.parquet")
-    ExpertStatistics(*(np.ones((3, EXPERTS)) for _ in range(4))).save(tmp_path / "experts.safetensors")
-    with pytest.raises(InputError, match="different models"):
-        world.run()
-    load = np.ones((LAYERS, EXPERTS))
-    load[1] = 0
-    ExpertStatistics(np.arange(LAYERS), load, load, load).save(tmp_path / "experts.safetensors")
-    with pytest.raises(InputError, match="layer 1 got no calibration token"):
-        world.run()
-    assert not (tmp_path / "out").exists()
-
-
-def test_unusable_scores_classes_and_fragility_are_named(tmp_path):
-    world = World(tmp_path, requests=24)
-    broken = TokenScores.load_from(tmp_path / "scores/W2")
-    broken.nll[broken.scored(3, "response").start] = np.nan
-    broken.save(tmp_path / "scores/W2")
-    with pytest.raises(
-        InputError, match=r"scores of W2: a loss of request 'r3' is NaN.*1 such requests of 24"
-    ):
-        world.run()
-    world.write("W2")
-    broken = TokenScores.load_from(tmp_path / "scores/W4")
-    broken.kl[broken.scored(5, "prompt").start] = np.inf
-    broken.nll[broken.offset[5]] = np.nan  # made from position 0 alone: never scored, no fault
-    broken.save(tmp_path / "scores/W4")
-    with pytest.raises(InputError, match="scores of W4: a kl of request 'r5' is NaN or infinite"):
-        world.run()
-    world.write("W4")
-    kinds = world.frame["class"].to_numpy(copy=True)
-    kinds[0] = "lonely"  # a fit request
-    world.frame.assign(**{"class": kinds}).to_parquet(tmp_path / "requests.parquet")
-    with pytest.raises(InputError, match=r"class 'lonely' has 1 fit request.*merge.*min_class_size"):
-        world.run()
-    world.frame.to_parquet(tmp_path / "requests.parquet")
-    world.write_fragility(
-        {name: phi for name, phi in world.phi.items() if name != "taylor_kl_without_first_W2"}
-    )
-    with pytest.raises(InputError, match=r"no fragility 'taylor_kl_without_first_W2' \(1 such\)"):
-        world.run()
-    world.write_fragility({name: phi[:1] for name, phi in world.phi.items()})
-    with pytest.raises(InputError, match=r"fragility of W2 is \(1, 6\).*expected finite \(2, 6\)"):
-        world.run()
-    (tmp_path / "decomposition/fragility.safetensors").unlink()
-    with pytest.raises(InputError, match="run the stage decompose_damage first"):
-        world.run()
-    assert not (tmp_path / "out").exists()
 
 
 def test_main_reads_the_pool_from_the_parameters(tmp_path, monkeypatch, capsys):

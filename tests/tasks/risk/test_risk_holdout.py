@@ -2,7 +2,10 @@
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy.stats import rankdata, spearmanr
 from sklearn.metrics import r2_score, roc_auc_score
 
 from tasks.risk.holdout import (
@@ -11,6 +14,7 @@ from tasks.risk.holdout import (
     prediction_figures,
     r_squared,
     rank_figures,
+    ranks,
     spearman,
     spearman_within,
     stratified_draws,
@@ -34,6 +38,11 @@ def test_figures_agree_with_the_libraries():
     assert auroc(x[None], upper[None])[0] == pytest.approx(roc_auc_score(upper, x))
     assert r_squared(x[None], y[None])[0] == pytest.approx(r2_score(y, x))
     assert calibration_slope(x[None], y[None])[0] == pytest.approx(np.polyfit(x, y, 1)[0])
+
+
+@given(arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(1, 12)), elements=st.integers(-3, 3)))
+def test_ranks_are_scipys(values):
+    assert np.array_equal(ranks(values), rankdata(values, axis=-1))
 
 
 def test_by_hand():
