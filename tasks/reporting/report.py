@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from tasks.reporting import pictures, sections, tables
+from tasks.reporting import damage_sections, pictures, sections, tables
 from tasks.reporting.tables import instance_names
 
 if TYPE_CHECKING:
@@ -66,11 +66,10 @@ def draw(
         pictures.fwp_against_damage(predictions, metrics, drawn[-1])
     if terms is not None and metrics.get("decomposition", {}).get("supported"):
         drawn.append(folder / "terms.png")
-        holdout = terms[terms["split"] == "holdout"]
-        pictures.damage_terms(
-            {name: holdout[holdout["instance"] == name] for name in metrics["decomposition"]["instances"]},
-            drawn[-1],
-        )
+        own: dict[str, Any] = {
+            str(name): rows for name, rows in terms[terms["split"] == "holdout"].groupby("instance")
+        }
+        pictures.damage_terms({name: own[name] for name in damage_sections.in_order(own)}, drawn[-1])
     if metrics.get("routing", {}).get("policies"):
         drawn.append(folder / "policies.png")
         pictures.policies_against_budget(metrics, drawn[-1])
