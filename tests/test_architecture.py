@@ -71,7 +71,7 @@ def test_no_file_is_named_for_nothing():
 
 def test_tasks_hold_verbs_and_nouns_only():
     plain = {"__init__", "contracts", "params", "console", "cost", "parallel"}
-    for_people = {"audit_checkpoint"}  # verbs that no stage calls
+    for_people = {"audit_checkpoint", "score_prompts"}  # verbs that no stage calls
     verbs = {path.stem for path in (ROOT / "tasks").glob("*.py")} - plain
     assert verbs == set(STEPS) | for_people
 
