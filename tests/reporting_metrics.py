@@ -270,7 +270,8 @@ def _decomposition(folder: Path, metrics: Path, frame: pd.DataFrame) -> None:
         made = decompose(swap_terms(loss, 5, pairs=4), np.ones((5, 10)), fit)
         draws = stratified_draws(np.zeros(5), 50, 0)
         ways = {
-            kind: {"layers": {"15": 0.7}, "mean": 0.7, "all": 0.7} for kind in ("with_first", "without_first")
+            kind: {"layers": {"15": 0.7}, "mean": 0.7, "all": 0.7}
+            for kind in ("with_first", "without_first", "all_tokens")
         }
         taylor = {kind: {**found, "wrong_sign": 0, "worst_factor": 3.25} for kind, found in ways.items()}
         phi = {"with_first": 0.25 * mean, "without_first": 0.125 * mean}

@@ -17,11 +17,13 @@ TERMS = {
     "interaction": "interaction of pairs",
     "higher_order": "higher order",
     "rest_with_sampling_error": "rest, with sampling error",
+    "beyond_additive": "interaction and the rest together",
     "route_change": "route change",
 }
 ESTIMATORS = ("swap", "taylor_kl", "taylor_dnll", "output_error", "router_row_norm")
 SIGNALS = ("class", "log_length", "log_ppl", "log_fwp", "separable")  # in the order in which they are added
 POSITION_0 = {"with_first": "with position 0", "without_first": "without"}
+AGREEMENTS = {**POSITION_0, "all_tokens": "estimated on all tokens"}
 SPLIT_FIGURES = {
     "spearman": "Spearman", "spearman_within": "Spearman within classes", "auroc": "AUROC", "r2": "R²",
     "slope": "slope", "r2_gain": "R² above the class mean",
@@ -33,13 +35,20 @@ def content(metrics: Mapping[str, Any]) -> dict[str, Any]:
     found, fwp = metrics.get("decomposition", {}), metrics.get("fwp", {})
     return {
         "decomposition_lead": _lead(found),
-        "terms": list(_terms(found)),
+        "terms": _filled(_terms(found)),
         "fragility_lead": _fragility_lead(found),
-        "agreement": list(_agreement(found)),
+        "agreement": _filled(_agreement(found)),
         "super_experts": list(_super_experts(found)),
         "splits_lead": _splits_lead(fwp),
         "splits": list(_splits(fwp)),
     }
+
+
+def _filled(rows: Iterator[Row]) -> list[Row]:
+    """Rows of which each has every column, in the order of the row that has most."""
+    listed = list(rows)
+    columns = dict.fromkeys(column for row in sorted(listed, key=len, reverse=True) for column in row)
+    return [{column: row.get(column) for column in columns} for row in listed]
 
 
 def in_order(names: Mapping[str, Any]) -> list[str]:
@@ -110,7 +119,7 @@ def _agreement(found: Mapping[str, Any]) -> Iterator[Row]:
         for instance in in_order(instances):
             own = instances[instance]["agreement"].get(estimator, {})
             ways = own if "with_first" in own else {"with_first": own}
-            for key, title in POSITION_0.items():
+            for key, title in AGREEMENTS.items():
                 row[f"{instance} correlation {title}"] = (
                     None if estimator == "swap" else ways.get(key, {}).get("mean")
                 )
@@ -128,14 +137,16 @@ def _super_experts(found: Mapping[str, Any]) -> Iterator[Row]:
         for own in found["instances"][instance]["super_experts"]:
             row: Row = {
                 "expert": f"{instance}: layer {own['layer']}, expert {own['expert']}",
-                "KL alone": own["single"]["kl"],
-                "ΔNLL alone": own["single"]["dnll"],
+                "KL alone": f"{own['single']['kl']:.3g}",
+                "ΔNLL alone": f"{own['single']['dnll']:.3g}".replace("-", "−"),
                 f"share of all {DAMAGE_NAMES[kind]}": own["share"].get(kind),
-                f"{DAMAGE_NAMES[kind]} alone without position 0": own["single_without_first"][kind],
+                f"{DAMAGE_NAMES[kind]} alone without position 0": f"{own['single_without_first'][kind]:.3g}".replace(
+                    "-", "−"
+                ),
             }
             for estimator, ways in own["phi"].items():
                 for key, title in POSITION_0.items():
-                    row[f"{words(estimator)} {title}"] = f"{ways[key]:.3g}"
+                    row[f"{words(estimator)} {title}"] = f"{ways[key]:.3g}".replace("-", "−")
             row["router row norm"] = f"{own['router_row_norm']:.2f}"
             yield row
 
@@ -201,9 +212,10 @@ def _beats(instance: str, names: list[str]) -> str:
 
 
 def with_interval(found: Mapping[str, float], name: str, digits: int = 2) -> str:
-    text = f"{found[name]:.{digits}f}"
-    if f"{name}_low" in found:
-        text += f" [{found[f'{name}_low']:.{digits}f}, {found[f'{name}_high']:.{digits}f}]"
+    ends = (found[f"{name}_low"], found[f"{name}_high"]) if f"{name}_low" in found else ()
+    # + 0.0: no minus before what rounds to zero
+    texts = [f"{round(value, digits) + 0.0:.{digits}f}" for value in (found[name], *ends)]
+    text = texts[0] if not ends else f"{texts[0]} [{texts[1]}, {texts[2]}]"
     return text.replace("-", "−")
 
 

@@ -97,7 +97,8 @@ class Audit:
                 kind: self._agreement(swap.phi, estimates(judged, first)[estimator], estimator)
                 for kind, first in BOTH_WAYS.items()
             }
-            for estimator in estimates(judged)
+            | {"all_tokens": self._agreement(swap.phi, whole, estimator)}
+            for estimator, whole in estimates(sums).items()
         }
         norm = self._agreement(swap.phi, self.arrays["router_row_norm"], "router_row_norm")
         found, alone = self._super_experts(name, instance, experts, sums)

@@ -201,7 +201,10 @@ def term_figures(made: Decomposition, rows: np.ndarray, draws: np.ndarray) -> di
         raise RuntimeError(f"the terms miss the total by {gap} nats")
     figures: dict[str, object] = {"requests": len(rows), "unrouted_blocks": made.unrouted}
     spread = float(total[rows].var())
-    for name, values in {"total": total, **terms}.items():
+    shown = {"total": total, **terms}
+    if made.swaps.sampled:
+        shown["beyond_additive"] = terms["interaction"] + terms["higher_order"]
+    for name, values in shown.items():
         own = values[rows]
         replicates = own[draws[1:]].mean(axis=1)
         figure = {"mean": float(own.mean()), "std": float(own.std())}

@@ -173,7 +173,7 @@ def test_agreement_and_super_experts_are_judged_by_exact_swaps(world, made):
         found = made["instances"][name]
         assert set(found["agreement"]) == {*ESTIMATORS, "router_row_norm"}
         for estimator in ESTIMATORS:
-            for kind in ("with_first", "without_first"):
+            for kind in ("with_first", "without_first", "all_tokens"):
                 own = found["agreement"][estimator][kind]
                 assert set(own["layers"]) == {"0", "2"} and -1 <= own["mean"] <= 1
                 assert ("wrong_sign" in own) == (estimator == "taylor_kl")  # the one in the same unit

@@ -22,14 +22,15 @@ def content(metrics):
 def test_a_row_per_term_with_every_instances_mean_and_share(metrics, content):
     rows = {row["term"]: row for row in content["terms"]}
     assert list(rows) == ["total damage", "bias", "separable", "not separable", "interaction of pairs",
-                          "rest, with sampling error", "route change"]  # fmt: skip
+                          "rest, with sampling error", "interaction and the rest together", "route change"]  # fmt: skip
     found = metrics["decomposition"]["instances"]["W3"]["terms"]["interaction"]
     row = rows["interaction of pairs"]
     assert row["W3 (nats per token)"].startswith(f"{found['mean']:.4f}".replace("-", "−") + " [")
     assert row["W3: of the differences"] == f"{100 * found['share']:.0f} %".replace("-", "−")
     assert row["W3: ± from sampled pairs (nats per token)"] == f"{found['sampling_error']:.4f}"
-    assert "W3: of the differences" not in rows["total damage"]
-    assert list(rows["total damage"]) == ["term", *(f"W{bits} (nats per token)" for bits in (4, 3, 2))]
+    assert rows["total damage"]["W3: of the differences"] is None
+    assert list(rows["total damage"]) == list(row) and len(row) == 1 + 3 * 3
+    assert rows["bias"]["W3 (nats per token)"] == "0.0000 [0.0000, 0.0000]"  # no minus before a zero
     assert "4 of 10 pairs" in content["decomposition_lead"] and "5 holdout" in content["decomposition_lead"]
 
 
@@ -40,6 +41,7 @@ def test_agreement_stands_beside_cost(content):
     assert rows["taylor KL"]["W2: off at the top by"] == "3.2x"
     assert rows["router row norm"]["W2 correlation with position 0"] == -0.2
     assert rows["router row norm"]["W2 correlation without"] is None
+    assert rows["taylor KL"]["W2 correlation estimated on all tokens"] == 0.7
     cost = {name: (row["forward tokens"], row["backward tokens"]) for name, row in rows.items()}
     assert cost == {
         "swap": ("54,600", "0"), "taylor KL": ("4,096", "8,192"), "taylor ΔNLL": ("4,096", "8,192"),
@@ -51,8 +53,7 @@ def test_agreement_stands_beside_cost(content):
 def test_super_experts_are_named_with_their_share(content):
     first, second = content["super_experts"][:2]
     assert first["expert"] == "W4: layer 1, expert 7" and first["share of all KL"] == 0.5
-    assert first["KL alone"] == pytest.approx(0.051 / 2)
-    assert first["KL alone without position 0"] == pytest.approx(0.051 / 100)
+    assert first["KL alone"] == "0.0255" and first["KL alone without position 0"] == "0.00051"
     assert first["taylor KL with position 0"] == "0.0127" and first["taylor KL without"] == "0.00637"
     assert second["share of all KL"] is None
 

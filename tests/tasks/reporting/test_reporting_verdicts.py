@@ -91,7 +91,9 @@ def test_fwp_that_is_perplexity_is_said_so():
 
 def test_no_metrics_no_sentences(tmp_path):
     assert verdicts.all_verdicts({}) == []
-    assert len(verdicts.all_verdicts(read_metrics(build(tmp_path) / "metrics"))) == 17  # 1 + 3 + 1 + 9 + 1 + 1 + 1
+    assert (
+        len(verdicts.all_verdicts(read_metrics(build(tmp_path) / "metrics"))) == 17
+    )  # 1 + 3 + 1 + 9 + 1 + 1 + 1
 
 
 def test_what_a_promise_costs() -> None:

@@ -157,6 +157,10 @@ def test_the_rest_is_named_for_what_it_is_where_pairs_were_sampled():
     assert (
         figures["rest_with_sampling_error"]["sampling_error"] == figures["interaction"]["sampling_error"] > 0
     )
+    # Together they are what all pairs give: this loss has no higher order and no single terms.
+    whole = swap_terms(pairwise_loss(7), 7).interaction
+    assert figures["beyond_additive"]["mean"] == pytest.approx(whole[1])
+    assert "sampling_error" not in figures["beyond_additive"]
 
 
 def test_frozen_routes_that_are_not_the_references_are_refused():
