@@ -122,6 +122,19 @@ class Workshop:
             score_requests.run(name, model, self.requests_file, folder, metrics, "float32", BATCH_TOKENS)
         return folder
 
+    @cached_property
+    def decomposed(self) -> tuple[Path, dict[str, Any]]:
+        """The damage of W3, decomposed."""
+        _ = self.instance
+        out = self.folder / "decomposition"
+        params = PARAMS.decompose_damage.model_copy(
+            update={"swap_tokens": 30, "super_experts": 1, "pairs": 2}
+        )
+        return out, decompose_damage.run(
+            self.reference, self.folder, self.requests, ["W3"], params, "kl", "response", BATCH_TOKENS,
+            out, self.folder / "decomposition.json",
+        )  # fmt: skip
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
@@ -298,12 +311,13 @@ def test_fwp_from_the_prefill_and_its_calibration(shop):
     assert (routing.visited is None) == (shop.family != "switch_transformers")
     assert (routing.gate_prob[1:] <= 1).all() and (routing.gate_prob >= 0).all()
     params = PARAMS.calibrate_fwp.model_copy(
-        update={"scorer": "W3", "bootstrap": 10, "folds": 2, "min_tokens": 3}
+        update={"scorer": "W3", "bootstrap": 10, "splits": 2, "folds": 2, "min_tokens": 3}
     )
     metrics = calibrate_fwp.run(
         shop.requests_file,
         shop.scores,
         shop.folder / "experts" / "experts.safetensors",
+        shop.decomposed[0],
         ["W3"],
         params,
         shop.folder / "fwp",
@@ -315,16 +329,15 @@ def test_fwp_from_the_prefill_and_its_calibration(shop):
     assert not np.array_equal(predictions["log_fwp_gate_prob"], predictions["log_ppl"])
     for strength in metrics["strengths"].values():
         assert strength["std_weight"] > 1e-3
+    if shop.family == "switch_transformers":
+        assert metrics["absent_signals"] == ["separable", "measured"]
+    else:
+        assert metrics["absent_signals"] == [] and "measured_W3" in metrics["strengths"]
+        assert np.isfinite(predictions["separable_W3"]).all() and predictions["separable_W3"].std() > 0
 
 
 def test_damage_is_decomposed_or_the_metrics_say_why_not(shop):
-    _ = shop.instance
-    out = shop.folder / "decomposition"
-    params = PARAMS.decompose_damage.model_copy(update={"swap_tokens": 30, "super_experts": 1, "pairs": 2})
-    metrics = decompose_damage.run(
-        shop.reference, shop.folder, shop.requests, ["W3"], params, "kl", "response", BATCH_TOKENS,
-        out, shop.folder / "decomposition.json",
-    )  # fmt: skip
+    out, metrics = shop.decomposed
     arrays = Fragility.load_from(out).arrays
     if shop.family == "switch_transformers":
         assert metrics["supported"] is False and list(arrays) == ["router_row_norm"]
