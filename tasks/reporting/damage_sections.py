@@ -89,7 +89,9 @@ def _terms(found: Mapping[str, Any]) -> Iterator[Row]:
             if "sampling_error" in own:
                 row[f"{instance}: ± from sampled pairs (nats per token)"] = f"{own['sampling_error']:.4f}"
             if name != "total" and "share" in own:
-                row[f"{instance}: of the differences"] = f"{100 * own['share']:.0f} %".replace("-", "−")
+                row[f"{instance}: of the differences"] = f"{round(100 * own['share']) + 0:d} %".replace(
+                    "-", "−"
+                )
         if len(row) > 1:
             yield row
 
