@@ -168,7 +168,7 @@ def _adds(
 def _figures(
     predicted: np.ndarray, true: np.ndarray, classes: np.ndarray, by_mean: np.ndarray
 ) -> dict[str, float]:
-    """Mean and percentiles over splits [S, J]; a figure that is undefined in every split is absent."""
+    """Mean and percentiles over the splits [S, J] in which a figure is defined; absent where there are none."""
     upper = true > np.median(true, axis=1, keepdims=True)
     within = spearman_within(predicted, true, classes)
     r2 = r_squared(predicted, true)
