@@ -65,14 +65,14 @@ def forward_tokens(params: Params) -> dict[str, int]:
 
 def decomposition_tokens(params: Params, shape: ModelShape) -> int:
     """Tokens of decompose_damage, in passes through the whole model: one that begins at its lowest swapped layer counts
-    the part above, half of it for one block and two thirds for a pair, and a gradient as one more pass."""
+    the part above, half of it for one block and a third for a pair, and a gradient as one more pass."""
     swaps, requests = params.decompose_damage, params.prepare_requests
     every = shape.moe_layers * (shape.experts if swaps.level == "expert" else 1)
     pairs = min(swaps.pairs, every * (every - 1) // 2)
-    asked = (swaps.fit_requests + swaps.holdout_requests) * requests.mean_tokens * (3 + every / 2 + pairs * 2 / 3)
+    asked = (swaps.fit_requests + swaps.holdout_requests) * requests.mean_tokens * (3 + every / 2 + pairs / 3)
     layers = min(swaps.swap_layers, shape.moe_layers)
     experts = swaps.swap_tokens * (1 + (layers * shape.experts + swaps.super_experts) / 2)
-    gradients = (2 + swaps.probes) * requests.calibration_tokens
+    gradients = (2 + swaps.probes) * min(swaps.fragility_tokens, requests.calibration_tokens)
     return int(len(params.quantize_instances.bits) * (asked + experts) + gradients)
 
 

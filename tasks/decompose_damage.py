@@ -25,7 +25,7 @@ from tasks.moe.checkpoint import load_model
 from tasks.moe.tensors import read_config
 from tasks.params import DecomposeDamage, load_params
 from tasks.replication.calibration import read_calibration
-from tasks.risk.damage_audit import Audit
+from tasks.risk.damage_audit import Audit, fitting
 from tasks.risk.decomposition import TERMS
 from tasks.risk.fragility import router_row_norm
 from tasks.risk.scoring import Requests, read_requests
@@ -66,7 +66,7 @@ def run(
         return _write(output_folder, metrics_file, arrays, pd.DataFrame(columns=COLUMNS), found, found)
     requests = read_requests(requests_folder / "requests.parquet", config.vocab_size)
     requests = sampled(requests, params.fit_requests, params.holdout_requests, params.seed)
-    calibration = calibration_requests(read_calibration(requests_folder))
+    calibration = calibration_requests(read_calibration(requests_folder), params.fragility_tokens)
     audit = Audit(
         load_model(reference_folder, dtype), requests, calibration, params, damage, scored, batch_tokens
     )
@@ -116,11 +116,12 @@ def sampled(requests: Requests, fit: int, holdout: int, seed: int) -> Requests:
     return Requests(requests.frame.iloc[taken], sequences, requests.prompt_length[taken])
 
 
-def calibration_requests(sequences: list[list[int]]) -> Requests:
-    """Calibration sequences as requests of which every prediction but the first is scored; those of fewer than
-    3 tokens have none and are left out."""
-    kept = [own for own in sequences if len(own) > 2]
-    ids = [f"calibration/{row}" for row, own in enumerate(sequences) if len(own) > 2]
+def calibration_requests(sequences: list[list[int]], most: int) -> Requests:
+    """Calibration sequences of `most` tokens together as requests of which every prediction but the first is
+    scored; those of fewer than 3 tokens have none and are left out."""
+    long = [row for row, own in enumerate(sequences) if len(own) > 2]
+    rows = [long[place] for place in fitting([len(sequences[row]) for row in long], most)]
+    kept, ids = [sequences[row] for row in rows], [f"calibration/{row}" for row in rows]
     frame = pd.DataFrame({"id": ids, "class": "calibration", "split": "calibration"})
     return Requests(frame, kept, np.full(len(kept), 2, dtype=np.int64))
 

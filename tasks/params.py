@@ -191,6 +191,7 @@ class DecomposeDamage(Section):
     fit_requests: PositiveInt
     holdout_requests: PositiveInt
     pairs: Annotated[int, Field(ge=2)]
+    fragility_tokens: PositiveInt
     probes: PositiveInt
     swap_layers: PositiveInt
     swap_tokens: PositiveInt

@@ -60,14 +60,20 @@ def test_forward_tokens_by_hand(params):
 
 
 def test_tokens_of_the_decomposition_by_hand(params):
-    """15 layers, 16 experts, three instances. 6 requests of at most 160 tokens through 3 + 15 / 2 + 6 x 2 / 3 = 14.5
-    passes; 256 tokens through 1 + (16 + 3) / 2 = 10.5; 4,096 calibration tokens three times."""
+    """15 layers, 16 experts, three instances. 6 requests of at most 160 tokens, 3 + 15 / 2 + 6 / 3 = 12.5 passes;
+    256 tokens through 1 + (16 + 3) / 2 = 10.5; 2,048 calibration tokens three times."""
     swaps = params.decompose_damage.model_copy(
-        update={"fit_requests": 2, "holdout_requests": 4, "pairs": 6, "swap_layers": 1, "swap_tokens": 256}
+        update={
+            "fit_requests": 2,
+            "holdout_requests": 4,
+            "pairs": 6,
+            "fragility_tokens": 2048,
+            "swap_tokens": 256,
+        }
     )
     shape = reference_shape(params.prepare_reference)
     tokens = decomposition_tokens(params.model_copy(update={"decompose_damage": swaps}), shape)
-    assert tokens == 3 * (13_920 + 2_688) + 12_288
+    assert tokens == 3 * (12_000 + 2_688) + 6_144
 
 
 def test_a_benchmark_counts_its_limit(params):

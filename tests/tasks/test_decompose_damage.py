@@ -133,7 +133,7 @@ def test_fragility_is_of_calibration_tokens_alone(world, made):
     reference, instance = (
         load_model(folder, torch.float64) for folder in (world.reference, world.root / "instances/W4")
     )
-    calibration = calibration_requests(world.calibration)
+    calibration = calibration_requests(world.calibration, 10**6)
     assert [len(own) for own in calibration.sequences] == [30, 24, 11]
     sums = estimate_sums(reference_gradients(reference, calibration).passes, reference, instance)
     for first in (True, False):
@@ -181,7 +181,7 @@ def test_agreement_and_super_experts_are_judged_by_exact_swaps(world, made):
     reference, instance = (
         load_model(folder, torch.float64) for folder in (world.reference, world.root / "instances/W2")
     )
-    one = calibration_requests(world.calibration[:1])
+    one = calibration_requests(world.calibration[:1], 10**6)
     losses = SwapLosses(reference, instance, one, 128, "expert", skip=False)
     before, whole = losses.losses(frozenset(), "free"), losses.losses(frozenset(range(24)), "free")
     singles = []
