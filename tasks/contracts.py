@@ -280,8 +280,8 @@ class Fragility:
 #                    class_mean_<i>          the fit class mean
 #                    separable_<i>, log_fwp_measured_<i>   signals of its fragility; absent where none is known
 #                    log_fwp_<i>             only with strength `measured`: goes before log_fwp
-# artifacts/fwp/predictor.json                version 2: scorer, damage, scored, align, strength, fragility (the
-#                    estimator in fragility.safetensors), fit_range (Drift), instances: <i> -> Predictor with its interval
+# artifacts/fwp/predictor.json                version 2: scorer, damage, scored, align, strength, fit_range (Drift),
+#                    fragility (its estimator in fragility.safetensors), instances: <i> -> Predictor with interval
 
 
 # --- replication plans (build_variants) -----------------------------------------------------------------------------

@@ -263,7 +263,7 @@ def _fwp(metrics: Path) -> None:
         }
 
     names = {
-        "ridge": 0.52,
+        "ridge_fwp": 0.52,
         "isotonic": 0.5,
         "class_mean": 0.31,
         "ridge_ppl": 0.53,
@@ -276,7 +276,7 @@ def _fwp(metrics: Path) -> None:
         {
             "scorer": "W4",
             "damage": "kl",
-            "predictor": "ridge",
+            "predictor": "ridge_fwp",
             "scored": "response",
             "short_prompts": {"fit": 2, "holdout": 1},
             "splits": splits(row, list(DAMAGE)),

@@ -39,25 +39,27 @@ def damage_verdict(metrics: Mapping[str, Any]) -> str:
 
 
 def predictor_verdicts(metrics: Mapping[str, Any]) -> list[str]:
-    """Does the map from FWP order holdout requests better than class means and the same map from PPL?"""
+    """Does ridge on FWP order holdout requests better than class means and the same map of PPL or length; what is in
+    use?"""
     fwp = metrics.get("fwp", {})
-    form = fwp.get("predictor", "ridge")
     sentences = []
     for name, table in sorted(fwp.get("holdout", {}).items(), reverse=True):
         rows = table.get("predictors", {})
-        ours = rows.get(form, {})
+        ours = rows.get("ridge_fwp", {})
         rivals = {
             "the class mean": rows.get("class_mean", {}),
-            "PPL in the same map": rows.get(f"{form}_ppl", {}),
+            "PPL in the same map": rows.get("ridge_ppl", {}),
+            "length alone": rows.get("ridge_length", {}),
         }
-        if form == "class_mean" or "spearman" not in ours:
+        if "spearman" not in ours:
             continue
         told = [f"{label} {compare(ours, row)}" for label, row in rivals.items() if "spearman" in row]
         if told:
+            used = fwp.get("chosen", {}).get(name, {}).get("name", fwp.get("predictor", ""))
             sentences.append(
-                f"On {name}, FWP ({form}) has Spearman {interval(ours, 'spearman')}; against "
+                f"On {name}, FWP (ridge) has Spearman {interval(ours, 'spearman')}; against "
                 + "; ".join(told)
-                + "."
+                + (f". In use: {words(used)}." if used else ".")
             )
     return sentences
 
