@@ -129,7 +129,7 @@ def frontier(predicted: np.ndarray, true: np.ndarray, reward: np.ndarray) -> Fro
     place = np.argmax(np.where(predicted == least, reward, -np.inf), axis=2)
     start = now = here(place)
     price = np.empty((windows, requests, instances - 1))
-    step = tuple(np.empty_like(price) for _ in range(3))
+    step = np.empty_like(price), np.empty_like(price), np.empty_like(price)
     for number in range(instances - 1):
         gain = reward - now[2][..., None]  # [B, n, I]
         with np.errstate(divide="ignore", invalid="ignore"):
