@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.reporting.tables import Row, words
+from tasks.reporting.tables import Row, policy_rows, words
 
 DAMAGE_NAMES = {"dnll": "ΔNLL", "kl": "KL"}
 TERMS = {
@@ -41,6 +41,7 @@ def content(metrics: Mapping[str, Any]) -> dict[str, Any]:
         "super_experts": list(_super_experts(found)),
         "splits_lead": _splits_lead(fwp),
         "splits": list(_splits(fwp)),
+        **_other(metrics.get("other_requests", {})),
     }
 
 
@@ -189,6 +190,22 @@ def _splits(fwp: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "used": target == used,
             "tables": tables,
         }
+
+
+def _other(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of requests from elsewhere (`benchmarks/other_requests.py`), where they were measured."""
+    if not found:
+        return {"other_lead": "", "other_splits": [], "other_policies": []}
+    requests, fwp = found["requests"], found["fwp"]
+    budget = ", ".join(f"{name} {tau:.4f}" for name, tau in found["routing"]["budget"]["tau"].items())
+    return {
+        "other_lead": (
+            f"{requests['count']} requests of {found['file']} in {len(requests['classes'])} classes "
+            f"({', '.join(sorted(requests['classes']))}), on the same pool. {_splits_lead(fwp)} Budget: {budget} nats."
+        ),
+        "other_splits": [target for target in _splits(fwp) if target["used"]],
+        "other_policies": policy_rows(found),
+    }
 
 
 def _ordered(adds: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,3 +102,16 @@ def test_without_metrics_there_is_nothing_to_say():
     assert damage_sections.content({"decomposition": unsupported})["decomposition_lead"].endswith(
         "an encoder-decoder."
     )
+
+
+def test_other_requests_have_a_section_of_their_own_where_they_were_measured(metrics, content):
+    assert content["other_splits"] == content["other_policies"] == [] and content["other_lead"] == ""
+    other = {
+        "file": "mine.jsonl", "requests": {"count": 40, "classes": {"b": {}, "a": {}}},
+        "fwp": metrics["fwp"], "routing": metrics["routing"],
+    }  # fmt: skip
+    found = damage_sections.content({**metrics, "other_requests": other})
+    assert found["other_lead"].startswith("40 requests of mine.jsonl in 2 classes (a, b), on the same pool.")
+    assert [target["used"] for target in found["other_splits"]] == [True]
+    assert found["other_splits"][0] == content["splits"][0]
+    assert {row["policy"] for row in found["other_policies"]} >= {"LP FWP", "class mean"}
