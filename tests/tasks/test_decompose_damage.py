@@ -30,7 +30,14 @@ ESTIMATORS = ("taylor_kl", "taylor_dnll", "output_error")
 
 def settings(**changes) -> DecomposeDamage:
     own = load_params(ROOT / "params.yaml").decompose_damage.model_dump()
-    small = {"compute_dtype": "float64", "pairs": 2, "swap_tokens": 30, "swap_layers": 2, "super_experts": 2}
+    small = {
+        "compute_dtype": "float64",
+        "holdout_requests": 4,
+        "pairs": 2,
+        "swap_tokens": 30,
+        "swap_layers": 2,
+        "super_experts": 2,
+    }
     return DecomposeDamage(**{**own, **small, **changes})
 
 

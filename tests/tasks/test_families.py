@@ -128,7 +128,7 @@ class Workshop:
         _ = self.instance
         out = self.folder / "decomposition"
         params = PARAMS.decompose_damage.model_copy(
-            update={"swap_tokens": 30, "super_experts": 1, "pairs": 2}
+            update={"holdout_requests": 4, "swap_tokens": 30, "super_experts": 1, "pairs": 2}
         )
         return out, decompose_damage.run(
             self.reference, self.folder, self.requests, ["W3"], params, "kl", "response", BATCH_TOKENS,
