@@ -140,7 +140,7 @@ def law_table(rows: Sequence[dict[str, Any]]) -> list[str]:
                 f"{f['low']:.3f} to {f['high']:.3f}" if known else "–", f"{f['p']:.2f}" if known else "–",
                 f"{f['counted']} of {f['draws']}", f"{f['point']:.3f}",
                 " ".join(f"{share:.2f}" for share in f["guaranteed"]), f"{f['gain']:.3f}", f"{f['gain_point']:.3f}",
-                f"{f['kept_gain']:.2f}, {f['kept_gain_least']:.2f}" if "kept_gain" in f else "–",
+                f"{f['kept_gain']:.2f}, {f['kept_gain_least']:.3f}" if "kept_gain" in f else "–",
             ]) + " |")  # fmt: skip
     return lines
 

@@ -7,8 +7,8 @@ the size to be served, predicts the window out of fold by maps of the redrawn fi
 tau - margin and rounds it. The choice of what looked cheap by chance (the winner's curse) is so inside the margin,
 which is a fixed point, found by bisection. Joint over C classes by delta / C each.
 
-A class whose normal error z s sqrt(1 / n_fit + 1 / n_fresh), or whose margin, passes half of the room between tau and
-its safest instance has no guarantee: it goes to the safest instance and is counted. By concavity of the LP the
+A class whose normal error z s sqrt(1 / n_fit + 1 / n_fresh), or whose margin, passes `USABLE` of the room between tau
+and its safest instance has no guarantee: it goes to the safest instance and is counted. By concavity of the LP the
 others keep at least half of what the point estimate gains. A small class that has met no large damage yet looks
 safe; to be guaranteed for that reason would break the promise, so variances are moderated: s is at least what
 `PRIOR` further requests of the classes' common relative spread would make it (Smyth 2004), and the margin at least
@@ -28,6 +28,7 @@ from tasks.risk.refit import Refit
 
 GUARANTEED, NO_GUARANTEE = "guaranteed", "no guarantee"
 PRIOR = 100  # requests
+USABLE = 0.47  # of the room; a little less than half, as a fresh window's mix is not quite the fit set's
 
 _BISECTIONS = 30
 
@@ -153,9 +154,10 @@ def _moderated(classes: list[_Class], tau: np.ndarray) -> np.ndarray:
 def _class_margin(played: _Class, tau: float, spread: float, level: float) -> ClassMargin:
     error, room = float(norm.ppf(level)) * spread * played.size, tau - played.safest
     status, margin = NO_GUARANTEE, 0.0
-    # Judged at half of the room first: a larger margin would not be used.
-    if played.window is not None and error <= room / 2 >= played.quantile(tau - room / 2, level):
-        low, high = error, room / 2
+    # Judged at the largest margin first: a larger one would not be used.
+    most = USABLE * room
+    if played.window is not None and error <= most >= played.quantile(tau - most, level):
+        low, high = error, most
         if played.quantile(tau - low, level) <= low:
             high = low
         else:
